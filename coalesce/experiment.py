@@ -1,0 +1,142 @@
+"""What one experiment is: its configuration, its identity, and which experiments can share a graph."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+#: The keys of an experiment's configuration: everything that determines its result, and nothing else.
+KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed")
+
+#: Version of the id rule. It changes only if every id must change.
+ID_RULE = "coalesce-1"
+
+
+def leaves(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(dotted key, value)`` for every leaf; the items of lists count as keys (``betas.0``)."""
+    if isinstance(config, Mapping) and config:
+        for name, value in config.items():
+            yield from leaves(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(config, Sequence) and not isinstance(config, str | bytes) and config:
+        for index, value in enumerate(config):
+            yield from leaves(value, f"{key}.{index}" if key else str(index))
+    else:
+        yield key, config
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _canonical(v) for k, v in sorted(value.items(), key=lambda item: str(item[0]))}
+    if isinstance(value, list | tuple):
+        return [_canonical(v) for v in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        # -0.0 trains exactly as 0.0 does, so the two are one experiment
+        return {"float": repr(value + 0.0)} if math.isfinite(value) else {"float": str(value)}
+    raise TypeError(f"a configuration holds numbers, text, booleans, None, lists and mappings, not {type(value).__name__}")
+
+
+def experiment_id(config: Mapping[str, Any], introduced: Mapping[str, Any] | None = None) -> str:
+    """The id of the experiment with this resolved configuration: 12 hexadecimal digits.
+
+    The rule: the configuration as canonical JSON (keys sorted; a float written as its shortest ``repr``, so that
+    ``1`` and ``1.0`` differ and ``1e-3`` and ``0.001`` do not), hashed with SHA-256 together with ``ID_RULE``.
+    A key that a later version introduced is left out while it stands at the default it was introduced with, so
+    that the ids of older experiments survive.
+
+    Args:
+        config: the six keys of ``KEYS``.
+        introduced: dotted key → the default that it was introduced with, for keys younger than the first version.
+    """
+    introduced = introduced or {}
+    kept: dict[str, Any] = {}
+    for top, value in config.items():
+        if isinstance(value, Mapping):
+            value = {
+                k: v for k, v in value.items() if f"{top}.{k}" not in introduced or introduced[f"{top}.{k}"] != v
+            }
+        elif top in introduced and introduced[top] == value:
+            continue
+        kept[top] = value
+    text = json.dumps([ID_RULE, _canonical(kept)], separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One resolved configuration and its seed.
+
+    Args:
+        config: exactly the keys of ``KEYS``; ``task`` and ``optimizer`` and ``schedule`` are mappings with every
+            argument in them, defaults filled in.
+        values: the swept keys of this experiment, dotted, in the order of the sweep.
+        introduced: see ``experiment_id``.
+    """
+
+    config: Mapping[str, Any]
+    values: Mapping[str, Any] = field(default_factory=dict)
+    introduced: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def id(self) -> str:
+        return experiment_id(self.config, self.introduced)
+
+    @property
+    def seed(self) -> int:
+        return int(self.config["seed"])
+
+    @property
+    def steps(self) -> int:
+        return int(self.config["steps"])
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.config["batch_size"])
+
+    def __str__(self) -> str:
+        values = ", ".join(f"{k}={v}" for k, v in self.values.items())
+        return f"{self.id} ({values})" if values else self.id
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """Experiments that share one graph.
+
+    Args:
+        index: its number in the plan.
+        experiments: in the order of the sweep.
+        riding: the dotted keys that differ within the cohort and are inputs of its graph.
+    """
+
+    index: int
+    experiments: tuple[Experiment, ...]
+    riding: tuple[str, ...]
+
+
+def group(experiments: Iterable[Experiment], rides: Callable[[Experiment, str, Any], bool]) -> list[Cohort]:
+    """Split experiments into cohorts by the law "floats ride, the rest splits".
+
+    Args:
+        experiments: in any order; cohorts keep it, and are numbered by their first experiment.
+        rides: ``rides(experiment, dotted key, value)`` says whether the leaf may differ within a graph. What
+            rides must still ride everywhere: a float in one experiment and None in another splits.
+    """
+    cohorts: dict[str, list[tuple[Experiment, dict[str, Any]]]] = {}
+    for experiment in experiments:
+        fixed, riding = {}, {}
+        for key, value in leaves(experiment.config):
+            (riding if rides(experiment, key, value) else fixed)[key] = value
+        shape = json.dumps([_canonical(fixed), sorted(riding)])
+        cohorts.setdefault(shape, []).append((experiment, riding))
+    result = []
+    for index, members in enumerate(cohorts.values()):
+        first = members[0][1]
+        differs = tuple(k for k in first if any(m[1][k] != first[k] for m in members[1:]))
+        result.append(Cohort(index, tuple(e for e, _ in members), differs))
+    return result

@@ -1,0 +1,178 @@
+"""What a rule of `optim/` is: hyperparameters that declare themselves, and a pure function of one lane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from coalesce.errors import Problem, nearest
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """One hyperparameter: what it may be.
+
+    Args:
+        default: its default; its type is the hyperparameter's. A tuple of floats is a list of that length.
+        low, high: the bounds; ``open_low`` and ``open_high`` exclude the bound itself.
+        optional: whether None (switched off) is a value.
+        length: it counts steps. It is an integer, and rides although integers do not (law 3).
+        text: what it does, one phrase, for messages.
+    """
+
+    default: Any
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+    open_high: bool = False
+    optional: bool = False
+    length: bool = False
+    text: str = ""
+
+    def valid(self) -> str:
+        """The valid values, in words."""
+        if isinstance(self.default, bool):
+            return "true or false"
+        kind = "an integer" if self.length else "a finite number"
+        if isinstance(self.default, tuple):
+            kind = f"{len(self.default)} finite numbers"
+        bounds = []
+        if self.low > -math.inf:
+            bounds.append(f"{'above' if self.open_low else 'at least'} {self.low:g}")
+        if self.high < math.inf:
+            bounds.append(f"{'below' if self.open_high else 'at most'} {self.high:g}")
+        return " ".join([kind, " and ".join(bounds)]).strip() + (", or null" if self.optional else "")
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        """Return the value in its right type, and what is wrong with it."""
+        if value is None and self.optional:
+            return None, []
+        if isinstance(self.default, bool):
+            if isinstance(value, bool):
+                return value, []
+            return value, [Problem(key, value, "must be a boolean", self.valid())]
+        if isinstance(self.default, tuple):
+            if not isinstance(value, list | tuple) or len(value) != len(self.default):
+                return value, [Problem(key, value, f"must be a list of {len(self.default)} numbers", self.valid())]
+            checked = [self._number(f"{key}.{i}", v) for i, v in enumerate(value)]
+            return [v for v, _ in checked], [p for _, found in checked for p in found]
+        return self._number(key, value)
+
+    def _number(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return value, [Problem(key, value, "must be a number", self.valid())]
+        if not math.isfinite(value):
+            return value, [Problem(key, value, "must be finite", self.valid())]
+        if self.length:
+            if value != int(value):
+                return value, [Problem(key, value, "must be a whole number of steps", self.valid())]
+            value = int(value)
+        else:
+            value = float(value)
+        below = value <= self.low if self.open_low else value < self.low
+        above = value >= self.high if self.open_high else value > self.high
+        if below or above:
+            return value, [Problem(key, value, "out of range", self.valid())]
+        return value, []
+
+
+class Rule:
+    """A named rule with hyperparameters. Subclasses are never instantiated: they hold pure functions.
+
+    `hyper` maps each hyperparameter's name to its `Hyper`. `introduced` lists hyperparameters younger than the
+    rule and the default they came with, so that the ids of older experiments survive (see `experiment_id`).
+    """
+
+    name: ClassVar[str]
+    hyper: ClassVar[dict[str, Hyper]]
+    introduced: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def check(cls, config: Mapping[str, Any], key: str) -> tuple[dict[str, Any], list[Problem]]:
+        """Fill in defaults and check a configuration of this rule.
+
+        Args:
+            config: ``name`` and any of the hyperparameters.
+            key: where it stands: ``"optimizer"``.
+
+        Returns:
+            ``name`` and every hyperparameter in its right type, in the rule's order; and the problems.
+        """
+        resolved: dict[str, Any] = {"name": cls.name}
+        problems = []
+        for name, spec in cls.hyper.items():
+            default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
+            resolved[name], found = spec.check(f"{key}.{name}", config.get(name, default))
+            problems += found
+        for name in config:
+            if name not in cls.hyper and name != "name":
+                rule = f"unknown key for {key} {cls.name!r}"
+                problems.append(
+                    Problem(f"{key}.{name}", config[name], rule, ", ".join(cls.hyper), nearest(name, cls.hyper))
+                )
+        if not problems:
+            problems += cls.check_together(resolved, key)
+        return resolved, problems
+
+    @classmethod
+    def check_together(cls, config: Mapping[str, Any], key: str) -> list[Problem]:
+        """What is wrong between hyperparameters that are right one by one."""
+        return []
+
+
+class Optimizer(Rule):
+    """An update rule: a pure function of one parameter of one lane. The engine maps it over the lanes."""
+
+    @classmethod
+    def init(cls, param: Tensor, hyper: Mapping[str, Any]) -> State:
+        """The named state of a parameter before the first step.
+
+        Args:
+            param: (...) one lane's parameter.
+            hyper: the configuration's hyperparameters; only those that do not ride may be looked at.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def update(
+        cls, param: Tensor, grad: Tensor, state: State, hyper: SimpleNamespace, step: Tensor
+    ) -> tuple[Tensor, State]:
+        """One step.
+
+        Args:
+            param, grad: (...) one lane's parameter and its gradient, of one dtype.
+            state: as `init` made it.
+            hyper: every hyperparameter: floats as 0-d float64 tensors (they ride), pairs as tuples of such, the
+                rest as Python values. ``lr`` is the scheduled one. Scalars are combined in float64, as Python
+                does in `torch.optim`, and cast to the parameter's dtype last.
+            step: 0-d int64, 1 at the first update.
+
+        Returns:
+            The new parameter and state, of unchanged shapes and dtypes.
+        """
+        raise NotImplementedError
+
+
+class Schedule(Rule):
+    """A factor on the learning rate: a pure function of the step and of constants that ride."""
+
+    @classmethod
+    def factor(cls, step: Tensor, steps: Tensor, hyper: SimpleNamespace) -> Tensor:
+        """The factor at one step.
+
+        Args:
+            step: 0-d int64, 0 at the first update.
+            steps: 0-d int64, the experiment's number of steps.
+            hyper: floats as 0-d float64 tensors, lengths as 0-d int64 tensors.
+
+        Returns:
+            0-d float64.
+        """
+        raise NotImplementedError

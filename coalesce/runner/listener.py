@@ -1,0 +1,97 @@
+"""What the runner tells while it runs. The run folder and the progress display listen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from coalesce.experiment import Experiment
+
+if TYPE_CHECKING:
+    from coalesce.runner.plan import Plan
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one experiment ended.
+
+    Args:
+        experiment: which.
+        status: "finished", "stopped", "diverged" or "failed".
+        steps: updates done. A diverged experiment broke at its step ``steps + 1``.
+        metrics: last value of each metric: "train/loss", "val/accuracy", "test/accuracy", …
+        best: the value of each validation metric at ``best_step``.
+        best_step: the step at which the monitored metric was best; None if it was never measured finite.
+        cohort, width, job, device: where it ran.
+        seconds: wall time from the filling of its lane to the end, shared with the other lanes.
+        message: what went wrong, if anything did.
+        weights: the final state_dict (parameters and buffers), where weights are asked for.
+    """
+
+    experiment: Experiment
+    status: str
+    steps: int
+    metrics: Mapping[str, float]
+    best: Mapping[str, float]
+    best_step: int | None
+    cohort: int
+    width: int
+    job: int
+    device: str
+    seconds: float
+    message: str = ""
+    weights: Mapping[str, Tensor] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where the run stands at a host boundary.
+
+    Args:
+        cohort, cohorts: the number of the running cohort, from 0, and how many there are.
+        lanes, width: busy lanes, and all lanes of the running graph.
+        steps, total_steps: experiment-steps done (all experiments together), and to do in all.
+        experiments, total_experiments: ended, and in all.
+        monitor: the name of the monitored metric.
+        best: its best value so far and whose it is, or None.
+        elapsed_s: seconds since the run started, compiling included.
+        training_s: seconds of these spent training and evaluating.
+    """
+
+    cohort: int
+    cohorts: int
+    lanes: int
+    width: int
+    steps: int
+    total_steps: int
+    experiments: int
+    total_experiments: int
+    monitor: str
+    best: tuple[float, Experiment] | None
+    elapsed_s: float
+    training_s: float
+
+
+class Listener:
+    """Base of all listeners; each method does nothing until overridden. They are called in this process, in order."""
+
+    def started(self, plan: Plan) -> None:
+        """The run begins."""
+
+    def compiling(self, cohort: int, what: str) -> None:
+        """A graph of a cohort is about to be traced and compiled; ``what`` says which: "step" or "evaluation"."""
+
+    def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
+        """Metrics of one experiment after ``step`` updates."""
+
+    def ended(self, result: Result) -> None:
+        """One experiment ended."""
+
+    def advanced(self, progress: Progress) -> None:
+        """A host boundary was reached."""
+
+    def closed(self, error: BaseException | None) -> None:
+        """The run is over; ``error`` says why, if it broke off."""
