@@ -1,0 +1,80 @@
+"""What will run: every experiment, its cohort, the width of each cohort, and what it is thought to cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coalesce.experiment import Cohort, Experiment
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How experiments are run; nothing here belongs to an experiment's id.
+
+    Args:
+        width: lanes per graph, or "auto": as many as the cohort has experiments.
+        every: steps between two host boundaries, where metrics are recorded and lanes are read out and refilled.
+        evaluate_every: steps of an experiment between two evaluations; a multiple of ``every``.
+        evaluate_batch_size: samples per lane in one call of the evaluation graph.
+        compile: compile the graphs (true), or run the same graphs operation by operation (false).
+        stack: false runs each experiment alone in a plain eager loop, for debugging: a breakpoint in ``loss`` works.
+        device: "auto", "cpu" or "cuda".
+        monitor, mode: the metric that "best" looks at, and whether "max" or "min" of it is best.
+        threads: CPU threads of torch, or None: as many as torch takes by itself. Recorded, since results may
+            depend on it in the last bit.
+        weights: keep the final weights of every experiment.
+    """
+
+    width: int | str = "auto"
+    every: int = 100
+    evaluate_every: int = 500
+    evaluate_batch_size: int = 1024
+    compile: bool = True
+    stack: bool = True
+    device: str = "auto"
+    monitor: str = "val/accuracy"
+    mode: str = "max"
+    threads: int | None = None
+    weights: bool = False
+
+
+@dataclass(frozen=True)
+class PlannedCohort:
+    """A cohort and how it will run.
+
+    Args:
+        cohort: the experiments.
+        width: lanes of its graph.
+        parameters: parameters of one lane (elements).
+        bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
+        bytes_shared: the data that all lanes read.
+    """
+
+    cohort: Cohort
+    width: int
+    parameters: int
+    bytes_per_lane: int
+    bytes_shared: int
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_shared + self.width * self.bytes_per_lane
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a run is about to do.
+
+    Args:
+        name: the sweep's name.
+        keys: the swept keys, dotted, in the sweep's order.
+        experiments: in the sweep's order, each once.
+        cohorts: in the order they run.
+        trainer: with ``device`` and ``threads`` resolved.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    experiments: tuple[Experiment, ...]
+    cohorts: tuple[PlannedCohort, ...]
+    trainer: Trainer
