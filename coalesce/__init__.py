@@ -1,0 +1,31 @@
+"""Train many PyTorch experiments as lanes of one compiled graph; every one gets the numbers that it would get alone."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from coalesce.errors import ConfigError, TaskError
+from coalesce.experiment import Experiment
+from coalesce.task import Data, Task
+
+if TYPE_CHECKING:
+    from coalesce.library import sweep
+    from coalesce.store.read import load, load_history
+
+__version__ = "0.1.0"
+__all__ = ["ConfigError", "Data", "Experiment", "Task", "TaskError", "load", "load_history", "sweep"]
+
+# These need Hydra, pandas or pyarrow: `import coalesce` must do where only torch is installed (PEP 562).
+_LAZY = {"load": "coalesce.store.read", "load_history": "coalesce.store.read", "sweep": "coalesce.library"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
