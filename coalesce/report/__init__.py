@@ -1,0 +1,1 @@
+"""What a person sees: the plan, the progress, the summary."""

@@ -1,0 +1,119 @@
+"""Writing files so that a name always stands for a whole file: temporary name, flush, rename.
+
+Nothing here, or anywhere in the store, pickles or unpickles: tables are Parquet, weights are safetensors, the rest
+is JSON and text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside ``path``; what the block writes there becomes ``path``, on disk, at its end.
+
+    If the block raises, the temporary file goes and ``path`` is as it was. A process that dies in the block leaves
+    the temporary file, whose name begins with a dot; nothing reads it.
+
+    Raises:
+        OSError: the folder is missing, or the disk is full.
+    """
+    # not tempfile.mkstemp: its files are readable by their owner alone, and results are there to be shared
+    temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}.tmp"
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    # the rename itself is safe only once the folder's own entry is on disk
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data``."""
+    with atomic(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value of dictionaries, lists, text, numbers, booleans and None."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read what ``write_json`` wrote."""
+    return json.loads(path.read_bytes())
+
+
+def write_parquet(path: Path, frame: pd.DataFrame) -> None:
+    """Write a frame; its index is dropped."""
+    with atomic(path) as temporary:
+        pq.write_table(pa.Table.from_pandas(frame, preserve_index=False), temporary)
+
+
+def read_parquet(path: Path) -> pd.DataFrame:
+    """Read what ``write_parquet`` wrote; list values come back as tuples."""
+    # not read_table: it takes "a=b" anywhere in the path for a column
+    with pq.ParquetFile(path) as file:
+        table = file.read()
+    frame: pd.DataFrame = table.to_pandas()
+    for field in table.schema:
+        if pa.types.is_list(field.type):
+            values = [tuples(value) for value in table[field.name].to_pylist()]
+            frame[field.name] = pd.Series(values, index=frame.index, dtype=object)
+    return frame
+
+
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Write a frame; floats with every digit, list values as JSON text, missing values empty."""
+    texts = {name: column.map(_json_of_tuple) for name, column in frame.items() if column.dtype == object}
+    with atomic(path) as temporary:
+        frame.assign(**{str(name): column for name, column in texts.items()}).to_csv(temporary, index=False)
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write named tensors. Tied ones (two names, one memory) are written twice, since the format has no sharing."""
+    with atomic(path) as temporary:
+        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, temporary)
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read what ``write_safetensors`` wrote, onto the CPU."""
+    return load_file(path)
+
+
+def tuples(value: Any) -> Any:
+    """Lists, nested or not, as tuples: a column of tuples can be grouped by, one of lists cannot."""
+    return tuple(tuples(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _json_of_tuple(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, tuple) else value

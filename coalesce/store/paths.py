@@ -1,0 +1,175 @@
+"""Every file name of a run folder."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import unicodedata
+from datetime import datetime
+from pathlib import Path
+
+from coalesce.errors import Problem
+
+#: A folder name may have 255 bytes on the usual file systems; this leaves room for whatever a user appends.
+NAME_BYTES = 100
+
+
+def safe_name(name: str) -> str:
+    """A sweep's name as the name of one folder: letters, digits, ``.``, ``_`` and ``-``, never empty or hidden.
+
+    >>> safe_name("lr_grid")
+    'lr_grid'
+    >>> safe_name("../my sweep")
+    'my_sweep'
+    >>> safe_name("..")
+    'sweep'
+    """
+    name = re.sub(r"[^\w.-]+", "_", unicodedata.normalize("NFC", name))
+    name = name.encode()[:NAME_BYTES].decode(errors="ignore")
+    # a leading dot hides the folder, a leading dash makes it an option of every shell command
+    return name.strip("._-") or "sweep"
+
+
+class RunPaths:
+    """The file names of one run folder.
+
+    Args:
+        folder: the run folder, ``runs/<sweep>/<time>``. It need not exist.
+        job: the number of the job that writes, where several jobs share the folder: its parts and its log get
+            names of their own. None: one process writes everything.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], job: int | None = None):
+        self.folder = Path(folder)
+        self.job = job
+
+    def __repr__(self) -> str:
+        return f"RunPaths({str(self.folder)!r})"
+
+    @classmethod
+    def create(cls, root: str | os.PathLike[str], name: str, now: datetime | None = None) -> RunPaths:
+        """Make a new run folder ``<root>/<name>/<time>``; two runs of the same second get two folders.
+
+        Args:
+            root: where runs are kept; made if it is missing.
+            name: the sweep's name, any text.
+            now: the time to name it after; the present local time if None.
+
+        Raises:
+            OSError: the folder cannot be made. ``check_root`` tells beforehand.
+        """
+        parent = Path(root) / safe_name(name)
+        parent.mkdir(parents=True, exist_ok=True)
+        stamp = (now or datetime.now()).strftime("%Y-%m-%d_%H-%M-%S")
+        for number in itertools.count(1):
+            folder = parent / (stamp if number == 1 else f"{stamp}_{number}")
+            try:
+                # mkdir either makes the folder or fails: asking first whether it exists would leave a gap
+                folder.mkdir()
+            except FileExistsError:
+                continue
+            return cls(folder)
+        raise AssertionError("unreachable")
+
+    @property
+    def configuration(self) -> Path:
+        """The resolved configuration, YAML."""
+        return self.folder / "config.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Versions, device, commit."""
+        return self.folder / "environment.json"
+
+    @property
+    def plan(self) -> Path:
+        """Every experiment with its id, values, configuration and cohort."""
+        return self.folder / "plan.json"
+
+    @property
+    def results(self) -> Path:
+        """One row per experiment. It is there if and only if the last process that wrote here came to its end."""
+        return self.folder / "results.parquet"
+
+    @property
+    def results_csv(self) -> Path:
+        """The same for spreadsheets."""
+        return self.folder / "results.csv"
+
+    @property
+    def history(self) -> Path:
+        """Every recorded metric, long."""
+        return self.folder / "history.parquet"
+
+    @property
+    def log(self) -> Path:
+        """Lines with time stamps."""
+        return self.folder / ("log.txt" if self.job is None else f"log-{self.job}.txt")
+
+    @property
+    def weights_folder(self) -> Path:
+        """Where final weights are kept."""
+        return self.folder / "weights"
+
+    def weights(self, experiment: str) -> Path:
+        """The final weights of one experiment.
+
+        Raises:
+            ValueError: the id could name a file elsewhere.
+        """
+        if not re.fullmatch(r"[0-9A-Za-z_-]+", experiment):
+            raise ValueError(f"{experiment!r} is no experiment id: an id consists of letters and digits")
+        return self.weights_folder / f"{experiment}.safetensors"
+
+    def metric_part(self, number: int) -> Path:
+        """A part of the history."""
+        return self._part("metrics", number)
+
+    def result_part(self, number: int) -> Path:
+        """A part of the results."""
+        return self._part("results", number)
+
+    def metric_parts(self) -> list[Path]:
+        """The history's parts that exist, of all jobs, oldest first within a job."""
+        return self._parts("metrics")
+
+    def result_parts(self) -> list[Path]:
+        """The results' parts that exist, of all jobs, oldest first within a job."""
+        return self._parts("results")
+
+    @staticmethod
+    def part_number(part: Path) -> int:
+        """The number in a part's name."""
+        return int(part.stem.rpartition("-")[2])
+
+    def _part(self, kind: str, number: int) -> Path:
+        prefix = "" if self.job is None else f"job-{self.job}-"
+        return self.folder / kind / f"{prefix}part-{number:05d}.parquet"
+
+    def _parts(self, kind: str) -> list[Path]:
+        # temporary files begin with a dot and match neither pattern
+        folder = self.folder / kind
+        found = [*folder.glob("part-*.parquet"), *folder.glob("job-*-part-*.parquet")]
+        return sorted(found, key=lambda part: (part.stem.rpartition("-")[0], self.part_number(part)))
+
+
+def check_root(root: str | os.PathLike[str], key: str) -> list[Problem]:
+    """What keeps run folders from being made under ``root``; writes nothing.
+
+    Args:
+        root: where runs are to be kept; it need not exist.
+        key: the configuration key that names it, for the message.
+    """
+    rule = ""
+    folder = Path(root).absolute()
+    if not str(root):
+        rule = "must name a folder"
+    else:
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            rule = f"{str(folder)!r} is a file, so no folder can be made there"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            rule = f"the folder {str(folder)!r} cannot be written"
+    return [Problem(key, str(root), rule, "a folder that can be written or made")] if rule else []

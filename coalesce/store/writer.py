@@ -1,0 +1,208 @@
+"""The listener that writes the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from coalesce.experiment import Experiment
+from coalesce.runner.listener import Listener, Progress, Result
+from coalesce.runner.plan import Plan
+from coalesce.store.environment import environment
+from coalesce.store.files import write_csv, write_json, write_parquet, write_safetensors, write_text
+from coalesce.store.frames import Row, history_frame, raw_frame
+from coalesce.store.paths import RunPaths
+from coalesce.store.read import assemble_history, assemble_results
+
+logger = logging.getLogger("coalesce")
+
+
+class RunWriter(Listener):
+    """Writes everything that a run leaves behind.
+
+    Results go to disk at the host boundary at which they end: lanes that end together make one part. Metrics go to
+    disk every few seconds, and always before the result of the experiment that they belong to. Parts are never
+    rewritten; a writer on a folder that has parts goes on behind them.
+
+    Args:
+        paths: the run folder, which exists.
+        configuration: the resolved configuration as YAML text.
+        metrics_every_s: seconds after which recorded metrics are written.
+        results_every_s: seconds after which an ended experiment is written even if no host boundary comes.
+        metrics_rows: recordings after which metrics are written without waiting.
+        clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        configuration: str = "",
+        *,
+        metrics_every_s: float = 5.0,
+        results_every_s: float = 1.0,
+        metrics_rows: int = 20_000,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.paths = paths
+        self.configuration = configuration
+        self.metrics_every_s = metrics_every_s
+        self.results_every_s = results_every_s
+        self.metrics_rows = metrics_rows
+        self.clock = clock
+        self._plan: dict[str, Any] | None = None
+        self._rows: list[Row] = []
+        self._rows_since = 0.0
+        self._results: list[Result] = []
+        self._results_since = 0.0
+        self._next_part = {"metrics": 0, "results": 0}
+        self._handler: logging.Handler | None = None
+        self._level = logging.NOTSET
+
+    def started(self, plan: Plan) -> None:
+        for folder in (self.paths.metric_part(0).parent, self.paths.result_part(0).parent):
+            folder.mkdir(exist_ok=True)
+        # what an earlier process summed up is out of date from now on; `load` assembles the parts meanwhile
+        for table in (self.paths.results, self.paths.results_csv, self.paths.history):
+            table.unlink(missing_ok=True)
+        self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
+        self._open_log()
+        self._plan = plan_json(plan)
+        write_text(self.paths.configuration, self.configuration)
+        write_json(self.paths.environment, environment(plan.trainer.device))
+        write_json(self.paths.plan, self._plan)
+        logger.info(
+            "started %s: %d experiments, %d cohorts, on %s",
+            plan.name,
+            len(plan.experiments),
+            len(plan.cohorts),
+            plan.trainer.device,
+        )
+
+    def compiling(self, cohort: int, what: str) -> None:
+        logger.info("cohort %d: compiling %s", cohort, what)
+        self.flush()
+
+    def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
+        if not self._rows:
+            self._rows_since = self.clock()
+        self._rows.append((experiment.id, step, {name: float(value) for name, value in values.items()}))
+        self._flush_if_due()
+
+    def ended(self, result: Result) -> None:
+        level = logging.INFO if result.status in ("finished", "stopped") else logging.WARNING
+        message = f": {result.message}" if result.message else ""
+        logger.log(level, "%s %s after %d steps%s", result.experiment, result.status, result.steps, message)
+        if result.weights is not None:
+            # at once: the lane that they lie in may be refilled before the next boundary
+            self.paths.weights_folder.mkdir(exist_ok=True)
+            write_safetensors(self.paths.weights(result.experiment.id), result.weights)
+        if not self._results:
+            self._results_since = self.clock()
+        self._results.append(dataclasses.replace(result, weights=None))
+        self._flush_if_due()
+
+    def advanced(self, progress: Progress) -> None:
+        if self._results:
+            self.flush()
+        else:
+            self._flush_if_due()
+
+    def closed(self, error: BaseException | None) -> None:
+        if self._plan is None:  # it broke off before it started: there is no run to sum up
+            return
+        try:
+            self.flush()
+            results = assemble_results(self.paths, self._plan)
+            write_parquet(self.paths.history, assemble_history(self.paths, self._plan))
+            write_csv(self.paths.results_csv, results)
+            write_parquet(self.paths.results, results)
+            if error is None:
+                logger.info("closed: %d of %d experiments ended", len(results), len(self._plan["experiments"]))
+            else:
+                logger.error(
+                    "broke off (%s: %s): %d of %d experiments ended",
+                    type(error).__name__,
+                    error,
+                    len(results),
+                    len(self._plan["experiments"]),
+                )
+        finally:
+            self._close_log()
+
+    def flush(self) -> None:
+        """Write what is held in memory. Metrics first: a result on disk has its whole history beside it."""
+        if self._rows:
+            number = self._next_part["metrics"]
+            write_parquet(self.paths.metric_part(number), history_frame(self._rows))
+            self._next_part["metrics"] = number + 1
+            self._rows = []
+        if self._results:
+            number = self._next_part["results"]
+            write_parquet(self.paths.result_part(number), raw_frame(self._results))
+            self._next_part["results"] = number + 1
+            self._results = []
+
+    def _flush_if_due(self) -> None:
+        now = self.clock()
+        late_rows = bool(self._rows) and now - self._rows_since >= self.metrics_every_s
+        late_results = bool(self._results) and now - self._results_since >= self.results_every_s
+        if late_rows or late_results or len(self._rows) >= self.metrics_rows:
+            self.flush()
+
+    def _open_log(self) -> None:
+        self._handler = logging.FileHandler(self.paths.log, encoding="utf-8")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self._level = logger.level
+        logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
+        logger.addHandler(self._handler)
+
+    def _close_log(self) -> None:
+        if self._handler is not None:
+            logger.removeHandler(self._handler)
+            logger.setLevel(self._level)
+            self._handler.close()
+            self._handler = None
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as it stands in the run folder.
+
+    Returns:
+        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, sizes, riding keys, ids) and ``experiments``
+        (id, cohort, values, configuration), in the sweep's order.
+    """
+    cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
+    return {
+        "name": plan.name,
+        "keys": list(plan.keys),
+        "trainer": dataclasses.asdict(plan.trainer),
+        "cohorts": [
+            {
+                "index": c.cohort.index,
+                "width": c.width,
+                "parameters": c.parameters,
+                "bytes_per_lane": c.bytes_per_lane,
+                "bytes_shared": c.bytes_shared,
+                "riding": list(c.cohort.riding),
+                "experiments": [experiment.id for experiment in c.cohort.experiments],
+            }
+            for c in plan.cohorts
+        ],
+        "experiments": [
+            {
+                "id": experiment.id,
+                "cohort": cohort_of[experiment.id],
+                "values": dict(experiment.values),
+                "config": dict(experiment.config),
+            }
+            for experiment in plan.experiments
+        ],
+    }
+
+
+def _after(parts: list[Path]) -> int:
+    return 1 + max(map(RunPaths.part_number, parts), default=-1)
