@@ -130,7 +130,7 @@ class Data:
         flat = index.reshape(-1)
         # index_select: five times as fast on the CPU as leaf[index] (100 samples of 64 floats for each of 64 lanes)
         return self.unflatten(
-            leaf.index_select(0, flat).reshape(*index.shape, *leaf.shape[1:]) for leaf in self._leaves[split]
+            leaf.index_select(0, flat).reshape((*index.shape, *leaf.shape[1:])) for leaf in self._leaves[split]
         )
 
     def to(self, device: torch.device | str) -> Data:
@@ -210,7 +210,7 @@ def _stack_leaf(values: list[Any]) -> Tensor | str:
     """One leaf of all samples, or what is wrong with it."""
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
-    tensors = []
+    tensors: list[Tensor] = []
     for i, value in enumerate(values):
         tensor = _tensor(value, scalars=True)
         if isinstance(tensor, str):
@@ -279,7 +279,7 @@ def _check(key: str, paths: Sequence[str], leaves: Sequence[Tensor], train: Sequ
             wrong = ~torch.isfinite(leaf if leaf.dtype.itemsize > 1 else leaf.float())
             if wrong.any():
                 value, text = _first(leaf, wrong)
-                problems.append(Problem(key + path, value, f"must be finite; {text}"))
+                problems.append(Problem(key + path, value, f"must be finite; is not in {text}"))
     return problems
 
 
@@ -293,7 +293,7 @@ def _check_labels(key: str, paths: Sequence[str], leaves: Sequence[Tensor], clas
                 return []
             value, text = _first(leaf, wrong)
             valid = f"0 to {classes - 1}, or {IGNORED} (ignored)"
-            return [Problem(key + path, value, f"label out of range; {text}", valid)]
+            return [Problem(key + path, value, f"label out of range: {text}", valid)]
     rule = f"has no labels (integers in one dimension), but classes={classes} is given"
     return [Problem(key, [str(leaf.dtype) for leaf in leaves], rule)]
 
@@ -304,7 +304,7 @@ def _first(leaf: Tensor, wrong: Tensor) -> tuple[Any, str]:
     where = str(index[0] if len(index) == 1 else index)
     count = int(wrong.sum())
     total = math.prod(leaf.shape)
-    return leaf[index].item(), f"{count} of {total} {'is' if count == 1 else 'are'} not, the first at index {where}"
+    return leaf[index].item(), f"{count} of {total} values, the first at index {where}"
 
 
 def _dotted(path: KeyPath) -> str:

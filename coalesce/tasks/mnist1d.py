@@ -1,0 +1,97 @@
+"""MNIST-1D (Greydanus & Kobak 2020, arXiv:2011.14439): signals of length 40 in 10 classes, and two models for them."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import coalesce
+
+
+class Mnist1d(coalesce.Task):
+    """What the models share: the data of the paper (4,000 to train on, 1,000 for the test), loss and metrics.
+
+    The 1,000 samples for validation come from the same generator with another seed. They are standardised by their
+    own mean and deviation, as the generator does with every set that it makes.
+    """
+
+    def data(self) -> coalesce.Data:
+        paper = _generate(seed=42, num_samples=5000, train_split=0.8)
+        other = _generate(seed=43, num_samples=1000, train_split=1.0)
+        return coalesce.Data(
+            train=(paper["x"], paper["y"]),
+            val=(other["x"], other["y"]),
+            test=(paper["x_test"], paper["y_test"]),
+            classes=10,
+        )
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        logits = model(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
+
+
+class Mnist1dMLP(Mnist1d):
+    """A plain MLP. (The paper's also adds the first hidden layer to the second.)
+
+    Args:
+        hidden: units of each hidden layer.
+        layers: number of hidden layers.
+    """
+
+    def __init__(self, hidden: int = 100, layers: int = 2):
+        self.hidden = hidden
+        self.layers = layers
+
+    def model(self) -> nn.Module:
+        sizes = [40] + [self.hidden] * self.layers
+        blocks = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
+        return nn.Sequential(*blocks, nn.Linear(sizes[-1], 10))
+
+
+class Mnist1dCNN(Mnist1d):
+    """The paper's CNN: three convolutions of stride 2 and a linear layer.
+
+    Args:
+        channels: channels of each convolution.
+    """
+
+    def __init__(self, channels: int = 25):
+        self.channels = channels
+
+    def model(self) -> nn.Module:
+        width = self.channels
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 40)),
+            nn.Sequential(nn.Conv1d(1, width, 5, stride=2, padding=1), nn.ReLU()),
+            nn.Sequential(nn.Conv1d(width, width, 3, stride=2, padding=1), nn.ReLU()),
+            nn.Sequential(nn.Conv1d(width, width, 3, stride=2, padding=1), nn.ReLU()),
+            nn.Flatten(),
+            nn.Linear(5 * width, 10),
+        )
+
+
+def _generate(**arguments: float) -> dict[str, np.ndarray]:
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error}; MNIST-1D needs: pip install 'coalesce[mnist1d]'", name=error.name
+        ) from None
+    settings = get_dataset_args()
+    vars(settings).update(arguments)
+    # the generator seeds the global streams, which are the user's
+    before = random.getstate(), np.random.get_state()
+    try:
+        return make_dataset(settings)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])

@@ -1,0 +1,33 @@
+"""What holds for every test: seeded streams, hypothesis without a database, torch's global settings put back."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+SEED = 0
+
+# derandomized: what fails here fails everywhere; no deadline: the cores are shared
+hypothesis.settings.register_profile("coalesce", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.load_profile("coalesce")
+
+
+def pytest_report_header() -> str:
+    return f"seed {SEED} before every test; {torch.get_num_threads()} threads of torch {torch.__version__}"
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from the same streams and leaves torch's settings as they were."""
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    random.seed(SEED)
+    np.random.seed(SEED)
+    torch.manual_seed(SEED)
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
