@@ -1,0 +1,177 @@
+"""How a run is getting on: a live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from coalesce.experiment import Experiment
+from coalesce.report import text
+from coalesce.runner.listener import Listener, Progress, Result
+from coalesce.runner.plan import Plan
+
+#: Seconds of training over which the speed is averaged.
+WINDOW_S = 20.0
+
+
+class ProgressView(Listener):
+    """Shows lanes, speed, experiments per hour, time left and the best experiment so far.
+
+    On a terminal it redraws a few lines in place; elsewhere, and where experiments run unstacked for debugging (a
+    display that redraws itself would write over the debugger's prompt), it prints plain lines: at the start, when a
+    graph is compiled, at every tenth of the steps or every ten seconds (more seldom in long runs), and at the end.
+
+    Args:
+        console: where to show it.
+        clock: seconds, for tests.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
+        self.console = console
+        self.clock = clock
+        self._plan: Plan | None = None
+        self._live: Live | None = None
+        self._progress: Progress | None = None
+        self._compiling: tuple[str, float] | None = None
+        self._began = 0.0
+        self._statuses: Counter[str] = Counter()
+        self._speeds: deque[tuple[float, int]] = deque()
+        self._printed = (0.0, 0.0)
+        self._spinner = Spinner("dots")
+
+    def started(self, plan: Plan) -> None:
+        self._plan = plan
+        self._began = self.clock()
+        self._printed = (self._began, 0.0)
+        steps = sum(experiment.steps for experiment in plan.experiments)
+        self._say(
+            f"{plan.name}: {text.count(len(plan.experiments), 'experiment')} in "
+            f"{text.count(len(plan.cohorts), 'cohort')}, {text.count(steps, 'step')} in all, on {plan.trainer.device}"
+        )
+        if self.console.is_terminal and not self.console.is_dumb_terminal and plan.trainer.stack:
+            self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def compiling(self, cohort: int, what: str) -> None:
+        of = f" of {len(self._plan.cohorts)}" if self._plan is not None else ""
+        self._compiling = (f"compiling the {what} of cohort {cohort + 1}{of}", self.clock())
+        if self._live is None:
+            self._say(f"{self._compiling[0]} (once for all of its experiments)...")
+
+    def ended(self, result: Result) -> None:
+        self._statuses[result.status] += 1
+        if result.status == "failed" and self._statuses["failed"] == 1:
+            # the first one is told at once, since the others mostly fail alike; the summary names them all
+            self._say(f"failed: {_experiment(result.experiment)} after {result.steps:,} steps: {result.message}")
+
+    def advanced(self, progress: Progress) -> None:
+        self._compiling = None
+        self._progress = progress
+        self._speeds.append((progress.training_s, progress.steps))
+        while len(self._speeds) > 2 and progress.training_s - self._speeds[1][0] >= WINDOW_S:
+            self._speeds.popleft()
+        if self._live is None:
+            now, done = self.clock(), progress.steps / max(progress.total_steps, 1)
+            # a fiftieth of the time that has passed: a run of days is no log of ten thousand lines
+            interval = max(10.0, (now - self._began) / 50)
+            if done - self._printed[1] >= 0.1 or now - self._printed[0] >= interval:
+                self._printed = (now, done)
+                self._say(_line(progress, self._speed(), self._statuses))
+
+    def closed(self, error: BaseException | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        if self._plan is None:
+            return
+        ended = sum(self._statuses.values())
+        took = text.duration(self.clock() - self._began)
+        if self._progress is not None:
+            compiling_s = max(self._progress.elapsed_s - self._progress.training_s, 0.0)
+            took += f" ({text.duration(compiling_s)} of it compiling)"
+        head = "ended" if error is None else f"broke off ({type(error).__name__})"
+        statuses = "".join(f", {number:,} {status}" for status, number in self._statuses.items())
+        self._say(
+            f"{head} after {took}: {ended:,} of {text.count(len(self._plan.experiments), 'experiment')}{statuses}"
+        )
+
+    def _say(self, line: str) -> None:
+        text.say(self.console, line)
+
+    def _speed(self) -> float:
+        """Experiment-steps per second of training, over the last while."""
+        if not self._speeds:
+            return 0.0
+        (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
+        if len(self._speeds) == 1 or last_s <= first_s:
+            return last / last_s if last_s > 0 else 0.0
+        return (last - first) / (last_s - first_s)
+
+    def _render(self) -> RenderableType:
+        progress, plan = self._progress, self._plan
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True, justify="right")
+        cohort, cohorts = (progress.cohort + 1, progress.cohorts) if progress else (1, len(plan.cohorts) if plan else 1)
+        done, total = (progress.steps, max(progress.total_steps, 1)) if progress else (0, 1)
+        left = _left(progress, self._speed()) if progress else ""
+        bar.add_row(f"cohort {cohort}/{cohorts}", ProgressBar(total, done), f"{done / total:4.0%} {left}".rstrip())
+        lines: list[RenderableType] = [bar]
+        compiling = self._compiling
+        if compiling is not None:
+            waited = text.duration(self.clock() - compiling[1])
+            self._spinner.update(text=Text(f"{compiling[0]}… {waited}", no_wrap=True, overflow="ellipsis"))
+            lines.append(self._spinner)
+        if progress is not None:
+            if compiling is None:
+                facts = " · ".join(_facts(progress, self._speed(), self._statuses))
+                lines.append(Text(facts, overflow="fold"))
+            lines.append(Text(_best(progress), no_wrap=True, overflow="ellipsis"))
+        return Group(*lines)
+
+
+def _experiment(experiment: Experiment) -> str:
+    swept = text.values(experiment.values)
+    return f"{experiment.id} ({swept})" if swept else experiment.id
+
+
+def _facts(progress: Progress, speed: float, statuses: Counter[str]) -> list[str]:
+    steps_each = progress.total_steps / max(progress.total_experiments, 1)
+    facts = [f"{progress.lanes}/{progress.width} lanes", f"{_round(speed)} steps/s"]
+    if steps_each:
+        facts.append(f"{_round(3600 * speed / steps_each)} experiments/h")
+    facts.append(f"{progress.experiments:,}/{progress.total_experiments:,} ended")
+    return facts + [f"{statuses[status]:,} {status}" for status in ("diverged", "failed") if statuses[status]]
+
+
+def _best(progress: Progress) -> str:
+    if progress.best is None:
+        return f"best {progress.monitor}: none yet"
+    value, experiment = progress.best
+    swept = text.values(experiment.values)
+    return f"best {progress.monitor} {text.metric(value)}" + (f" ({swept})" if swept else "")
+
+
+def _left(progress: Progress, speed: float) -> str:
+    left = progress.total_steps - progress.steps
+    return f"{text.duration(left / speed)} left" if speed > 0 and left > 0 else ""
+
+
+def _line(progress: Progress, speed: float, statuses: Counter[str]) -> str:
+    done = progress.steps / max(progress.total_steps, 1)
+    cohort = f"cohort {progress.cohort + 1} of {progress.cohorts}"
+    facts = [cohort, *_facts(progress, speed, statuses), _left(progress, speed), _best(progress)]
+    return f"{done:4.0%}: " + ", ".join(fact for fact in facts if fact)
+
+
+def _round(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else text.number(number, 2)
