@@ -9,6 +9,8 @@ from __future__ import annotations
 import builtins
 import hashlib
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,20 @@ def test_mnist1d_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'coalesce\[mnist1d\]'"):
         Mnist1dCNN().data()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_the_pages_task_is_one(page: str) -> None:
+    text = (Path(__file__).parent.parent / page).read_text()
+    source = next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Wave" in block)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    task = names["Wave"](dropout=0.1)
+    assert missing_methods(type(task)) == []
+    data = task.data()
+    batch = data.batch("val", torch.arange(5))
+    assert data.sizes == {"train": 1000, "val": 200}
+    assert task.loss(task.model(), batch).shape == task.metrics(task.model(), batch)["error"].shape == ()
 
 
 @pytest.mark.parametrize(
