@@ -1,0 +1,188 @@
+"""``python -m coalesce``: a Hydra application that trains one sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
+from coalesce.configuration.language import register_resolvers
+from coalesce.errors import ConfigError, TaskError, nearest
+
+if TYPE_CHECKING:
+    from coalesce.configuration.hydra import Order
+
+#: Exit codes.
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+FULL_ERROR = "HYDRA_FULL_ERROR"
+
+
+def main() -> int:
+    """Run the command line.
+
+    Returns:
+        The exit code: 0, whatever became of the experiments, diverged ones included; 1 if one failed; 2 if the
+        command or its configuration was refused, and nothing was written.
+    """
+    # the console script, unlike `python -m`, does not find modules in the folder where it is called
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    register_resolvers()
+    arguments = sys.argv[1:]
+    # an unknown flag is left for Hydra's own parser to refuse
+    flags, _ = get_args_parser().parse_known_args(arguments)
+    shows = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
+    if not shows:
+        refusal = refuse_multirun(program_name(sys.argv[0]), arguments, flags.overrides, flags.multirun)
+        if refusal:
+            return _refuse(refusal)
+    changed = dict(zip(flags.overrides, adapt(flags.overrides), strict=True))
+    try:
+        return _run_hydra([changed.get(argument, argument) for argument in arguments], flags.overrides)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def conf_folder() -> Path:
+    """Our configuration: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise FileNotFoundError(f"no conf/config.yaml in {package} or beside it: coalesce is not installed completely")
+
+
+def _run_hydra(arguments: list[str], overrides: list[str]) -> int:
+    """Let Hydra parse, compose and call `_app`; and tell a refusal of Hydra's from everything else."""
+    codes: list[int] = []
+
+    def app(config: DictConfig) -> None:
+        with _environment(FULL_ERROR, full_error):
+            codes.append(FAILED)
+            codes[0] = _app(config)
+
+    folder = str(conf_folder())
+    before, full_error = sys.argv, os.environ.get(FULL_ERROR)
+    sys.argv = [before[0], *arguments]
+    try:
+        # with this set, Hydra passes its exceptions on instead of printing some of them as long tracebacks
+        with _environment(FULL_ERROR, "1"):
+            hydra.main(version_base="1.3", config_path=folder, config_name="config")(app)()
+    except SystemExit as stop:
+        # argparse refuses with 2; help, --version and the like end with 0
+        return codes[0] if codes else (stop.code if isinstance(stop.code, int) else DONE)
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        if codes or full_error == "1":
+            raise
+        return _refuse("\n".join(_lines(error, overrides)))
+    finally:
+        sys.argv = before
+    return codes[0] if codes else DONE
+
+
+def _app(config: DictConfig) -> int:
+    from coalesce.configuration.hydra import read_order
+
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            order = read_order(config, HydraConfig.get())
+        for warning in caught:
+            print(f"warning: {warning.message}", file=sys.stderr)
+        return run_order(order)
+    except ConfigError as error:
+        return _refuse(str(error))
+    except TaskError as error:
+        print(f"coalesce: {error}", file=sys.stderr)
+        return FAILED
+
+
+def run_order(order: Order) -> int:
+    """Plan and run what was asked for.
+
+    Raises:
+        ConfigError: what can be known only from the data is wrong.
+    """
+    from rich.console import Console
+
+    from coalesce.configuration import rides
+    from coalesce.report.plan import print_plan
+    from coalesce.report.progress import ProgressView
+    from coalesce.report.summary import print_summary
+    from coalesce.runner.plan import make_plan
+    from coalesce.runner.run import run
+    from coalesce.store.frames import results_frame
+    from coalesce.store.paths import RunPaths
+    from coalesce.store.writer import RunWriter
+
+    console = Console()
+    plan = make_plan(order.name, order.keys, order.experiments, rides, order.trainer)
+    if order.plan_only:
+        print_plan(plan, console)
+        return DONE
+    paths = RunPaths.create(order.runs, order.name)
+    results = run(plan, [RunWriter(paths, order.yaml), ProgressView(console)])
+    frame = results_frame(results, plan.keys, [experiment.id for experiment in plan.experiments])
+    print_summary(frame, plan.keys, plan.trainer.monitor, plan.trainer.mode, paths.folder, console)
+    return FAILED if any(result.status == "failed" for result in results) else DONE
+
+
+def _refuse(text: str) -> int:
+    print(f"coalesce: {text}", file=sys.stderr)
+    return REFUSED
+
+
+def _lines(error: Exception, overrides: list[str]) -> Iterator[str]:
+    """A refusal of Hydra's, in a few lines, with the nearest name where a name is unknown."""
+    from coalesce.experiment import KEYS
+
+    seen = str(error).strip() or (str(error.__cause__) if error.__cause__ else type(error).__name__)
+    yield seen
+    if error.__cause__ is not None and str(error.__cause__).splitlines()[0] not in seen:
+        yield str(error.__cause__).splitlines()[0]
+    folder = conf_folder()
+    groups = {
+        path.name: [file.stem for file in sorted(path.glob("*.yaml"))] for path in folder.iterdir() if path.is_dir()
+    }
+    names = [*KEYS, *groups, "plan", "runs"]
+    for key, _ in hints(overrides, names):
+        if nearest(key, names):
+            yield f"Did you mean {nearest(key, names)!r}, not {key!r}?"
+    for key, option in hints(overrides, ()):
+        if key in groups and option not in groups[key] and nearest(option, groups[key]):
+            yield f"Did you mean {key}={nearest(option, groups[key])}?"
+
+
+@contextmanager
+def _environment(name: str, value: str | None) -> Iterator[None]:
+    before = os.environ.get(name)
+    try:
+        _set(name, value)
+        yield
+    finally:
+        _set(name, before)
+
+
+def _set(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

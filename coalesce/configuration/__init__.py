@@ -1,0 +1,11 @@
+"""The edge: plain dictionaries in, experiments out, all problems collected.
+
+Nothing here imports Hydra or OmegaConf; `coalesce.configuration.hydra`, which does, is imported by the command line
+alone.
+"""
+
+from coalesce.configuration.resolve import rides
+from coalesce.configuration.sweep import DuplicateExperimentWarning, make_experiments
+from coalesce.configuration.trainer import check_trainer
+
+__all__ = ["DuplicateExperimentWarning", "check_trainer", "make_experiments", "rides"]

@@ -1,0 +1,257 @@
+"""A base configuration and the values that vary, expanded into experiments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from coalesce.configuration.params import GROUPS, Read, flatten, known_keys, unique, zip_axes
+from coalesce.configuration.resolve import RULES, Resolver
+from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.experiment import Experiment, leaves
+from coalesce.search.grid import Grid
+
+#: Composes the base configuration anew with other group options: {"optimizer": "sgd"} → configuration.
+Compose = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+#: How many members of a sweep that is refused anyway are looked at, to find what else is wrong.
+LOOKED_AT = 1000
+
+
+class DuplicateExperimentWarning(UserWarning):
+    """A sweep names an experiment more than once; it runs once."""
+
+
+def make_experiments(
+    base: Mapping[str, Any],
+    params: Mapping[str, Any] | None = None,
+    zip_groups: Sequence[Sequence[str]] = (),
+    limit: int = 10_000,
+    *,
+    compose: Compose | None = None,
+    options: Callable[[str], Sequence[str]] | None = None,
+    read: Read | None = None,
+    source: Callable[[str], str] | None = None,
+    problems: Iterable[Problem] = (),
+) -> tuple[list[Experiment], tuple[str, ...]]:
+    """Expand a sweep.
+
+    The experiments are every combination of the values, the first key varying slowest; keys of a zip group run
+    together. ``optimizer``, ``task`` and ``schedule`` themselves are swept by the names of their options.
+
+    Args:
+        base: ``task`` (``_target_`` and arguments, or the class), ``optimizer`` and ``schedule`` (``name`` and
+            hyperparameters, or the name), ``steps``, ``batch_size``, ``seed``.
+        params: nested or dotted key → its values.
+        zip_groups: lists of swept keys whose values belong together.
+        limit: the most experiments allowed; they are counted before they are written down.
+        compose: makes the base for other options of groups. By default an option is a rule's name with the rule's
+            defaults, or a task's class.
+        options: the options of a group. By default the rules' names.
+        read: reads the text of a sweep language into values.
+        source: key → where its value stands ("command line", a file); a swept key is asked for as
+            ``sweep.params.<key>``.
+        problems: what was found wrong before; reported together with what is found here.
+
+    Returns:
+        The experiments in the sweep's order, each once; and the swept keys, dotted.
+
+    Raises:
+        ConfigError: with every problem found.
+
+    Warns:
+        DuplicateExperimentWarning: once, if combinations make the same experiment.
+    """
+    found = list(problems)
+    written = list(unique(params or {})[0])
+    given, wrong = flatten(params or {}, read)
+    found += wrong
+    resolved, _, _ = Resolver(base).resolve(base)
+    values, wrong = known_keys(given, [key for key, _ in leaves(resolved)])
+    found += wrong
+    # a key that is reported above is not reported again where a zip group names it
+    zips, values, wrong = zip_axes(zip_groups, values, set(written))
+    found += wrong
+    bad, wrong = _check_options(values, options or _rule_names)
+    found += wrong
+    grid = Grid(values, zips)
+    if grid.count > limit:
+        counts = " x ".join(str(length) for length in grid.lengths)
+        rule = f"the sweep has {grid.count} experiments ({counts})"
+        found.append(Problem("sweep.limit", limit, rule, "fewer values, or a higher sweep.limit"))
+    members = _Members(base, compose or _rule_defaults(base))
+    # what is refused is looked at all the same, to report everything at once; each member looked at is a real one
+    chosen = (m for m in grid.diagonal(LOOKED_AT) if not bad & _options(m)) if found else iter(grid)
+    experiments = [experiment for member in chosen if (experiment := members.make(member)) is not None]
+    found += members.problems
+    if found:
+        raise ConfigError(_once(found, written, source))
+    return _without_duplicates(experiments), tuple(values)
+
+
+class _Members:
+    """Makes experiments out of members of the grid, and collects what is wrong with them."""
+
+    def __init__(self, base: Mapping[str, Any], compose: Compose):
+        self.problems: list[Problem] = []
+        self._compose = compose
+        self._bases: dict[str, tuple[Mapping[str, Any], Resolver] | None] = {}
+        self._base = base
+
+    def make(self, member: Mapping[str, Any]) -> Experiment | None:
+        chosen = {key: value for key, value in member.items() if key in GROUPS}
+        entry = self._based_on(chosen)
+        if entry is None:
+            return None
+        base, resolver = entry
+        config = dict(base)
+        for key, value in member.items():
+            if key not in chosen:
+                problem = _put(config, key, value, resolver)
+                if problem:
+                    self.problems.append(problem)
+                    return None
+        resolved, introduced, problems = resolver.resolve(config)
+        self.problems += problems
+        if problems:
+            return None
+        values = {key: _name(value) if key in chosen else _get(resolved, key) for key, value in member.items()}
+        return Experiment(resolved, values, introduced)
+
+    def _based_on(self, chosen: Mapping[str, Any]) -> tuple[Mapping[str, Any], Resolver] | None:
+        name = repr(chosen)
+        if name not in self._bases:
+            try:
+                base = self._compose(chosen) if chosen else self._base
+                self._bases[name] = base, Resolver(base)
+            except ConfigError as error:
+                self.problems += error.problems
+                self._bases[name] = None
+        return self._bases[name]
+
+
+def _check_options(
+    values: Mapping[str, Sequence[Any]], options: Callable[[str], Sequence[str]]
+) -> tuple[set[tuple[str, str]], list[Problem]]:
+    """Find the unknown options of swept groups, so that nothing tries to compose them."""
+    bad, problems = set(), []
+    for group in GROUPS:
+        known = options(group) if group in values else ()
+        for value in values.get(group, ()):
+            if isinstance(value, type) or (isinstance(value, str) and (value in known or not known)):
+                continue
+            near = nearest(value, known) if isinstance(value, str) else ""
+            rule = f"unknown option of {group}"
+            if not isinstance(value, str):
+                rule = f"must be the name of an option of {group}; to sweep one of its keys, name it: {group}.<key>"
+            problems.append(Problem(group, value, rule, ", ".join(known), near))
+            bad.add((group, repr(value)))
+    return bad, problems
+
+
+def _options(member: Mapping[str, Any]) -> set[tuple[str, str]]:
+    return {(key, repr(value)) for key, value in member.items() if key in GROUPS}
+
+
+def _rule_names(group: str) -> Sequence[str]:
+    return list(RULES.get(group, ()))
+
+
+def _rule_defaults(base: Mapping[str, Any]) -> Compose:
+    def compose(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
+        # a task is its class or the class's dotted name, a rule its name: the resolver fills in the defaults
+        return {**base, **chosen}
+
+    return compose
+
+
+def _put(config: dict[str, Any], key: str, value: Any, resolver: Resolver) -> Problem | None:
+    """Set a dotted key; what lies on the way is copied, since experiments share their base."""
+    *way, last = key.split(".")
+    if not way:
+        config[key] = value
+        return None
+    here: Any = config
+    full: Any = resolver.base_resolved
+    for step in way:
+        index: Any = int(step) if isinstance(here, list) and step.isdigit() else step
+        below = _item(here, index, _item(full, index, None))
+        full = _item(full, index, None)
+        if isinstance(below, str | type) and step in GROUPS and here is config:
+            # short for a mapping: "adamw", or a task's class
+            below = {"_target_" if step == "task" else "name": below}
+        if below is None:
+            below = {}
+        if not isinstance(below, Mapping | list | tuple):
+            return Problem(key, value, f"unknown key: {step} is {below!r}, not a mapping")
+        below = dict(below) if isinstance(below, Mapping) else list(below)
+        here[index] = below
+        here = below
+    if isinstance(here, list):
+        if not last.isdigit() or int(last) >= len(here):
+            return Problem(key, value, f"unknown key: {'.'.join(way)} is a list of {len(here)}")
+        here[int(last)] = value
+    else:
+        here[last] = value
+    return None
+
+
+def _item(container: Any, key: Any, default: Any) -> Any:
+    if isinstance(container, Mapping):
+        return container.get(key, default)
+    if isinstance(container, list | tuple) and isinstance(key, int) and key < len(container):
+        return container[key]
+    return default
+
+
+def _get(config: Any, key: str) -> Any:
+    for step in key.split("."):
+        config = config[int(step)] if isinstance(config, list | tuple) else config[step]
+    return _listed(config)
+
+
+def _listed(value: Any) -> Any:
+    """Tuples as lists, as they are in every file."""
+    if isinstance(value, list | tuple):
+        return [_listed(v) for v in value]
+    return {k: _listed(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def _name(option: Any) -> Any:
+    return f"{option.__module__}.{option.__qualname__}" if isinstance(option, type) else option
+
+
+def _once(problems: list[Problem], swept: Iterable[str], source: Callable[[str], str] | None) -> list[Problem]:
+    """Each problem once, though many experiments have it, with its source."""
+    result = {}
+    for problem in problems:
+        # an unknown key is unknown whatever its value
+        value = None if problem.rule.startswith("unknown key") else repr(problem.value)
+        same = (problem.key, problem.rule, value)
+        if same in result:
+            continue
+        if source is not None and not problem.source:
+            varied = [key for key in swept if problem.key == key or problem.key.startswith(key + ".")]
+            problem = replace(problem, source=source(f"sweep.params.{varied[0]}" if varied else problem.key))
+        result[same] = problem
+    return list(result.values())
+
+
+def _without_duplicates(experiments: list[Experiment]) -> list[Experiment]:
+    unique: dict[str, Experiment] = {}
+    again: list[Experiment] = []
+    for experiment in experiments:
+        if unique.setdefault(experiment.id, experiment) is not experiment:
+            again.append(unique[experiment.id])
+    if again:
+        again = list({experiment.id: experiment for experiment in again}.values())
+        names = "; ".join(str(experiment) for experiment in again[:3])
+        more = f" and {len(again) - 3} more" if len(again) > 3 else ""
+        warnings.warn(
+            f"the sweep names {len(again)} experiment{'s' if len(again) > 1 else ''} more than once; "
+            f"each runs once: {names}{more}",
+            DuplicateExperimentWarning,
+            stacklevel=3,
+        )
+    return list(unique.values())

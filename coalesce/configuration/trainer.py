@@ -1,0 +1,65 @@
+"""How experiments are run: the trainer's settings, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from coalesce.configuration.values import Kind, coerce, kind_of_annotation
+from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.runner.plan import Trainer
+
+#: Settings that take one of a few words.
+WORDS = {"mode": ("max", "min"), "device": ("auto", "cpu", "cuda")}
+#: Settings that are counts, and so at least 1.
+COUNTS = ("width", "every", "evaluate_every", "evaluate_batch_size", "threads")
+
+
+def check_trainer(settings: Mapping[str, Any]) -> Trainer:
+    """Check the trainer's settings and fill in the defaults.
+
+    Args:
+        settings: any of the fields of `Trainer`.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    hints = typing.get_type_hints(Trainer)
+    fields = {field.name: field for field in dataclasses.fields(Trainer)}
+    checked: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, value in settings.items():
+        key = f"trainer.{name}"
+        if name not in fields:
+            problems.append(Problem(key, value, "unknown key", ", ".join(fields), nearest(str(name), fields)))
+            continue
+        if name == "width":
+            kind, valid = Kind("int"), 'an integer, at least 1, or "auto"'
+        else:
+            kind = kind_of_annotation(hints[name], fields[name].default, True)
+            valid = kind.valid
+        if name in COUNTS and name != "width":
+            valid = "an integer, at least 1" + (", or null" if kind.optional else "")
+        if name in WORDS:
+            kind = Kind("choice", choices=WORDS[name])
+            valid = kind.valid
+        if name == "width" and value == "auto":
+            checked[name] = value
+            continue
+        checked[name], found = coerce(key, value, kind)
+        if not found and name in COUNTS and checked[name] is not None and checked[name] < 1:
+            found = [Problem(key, value, "must be at least 1")]
+        if not found and name == "monitor" and not value.strip():
+            found = [Problem(key, value, "must name a metric", "val/accuracy, or any other that the task returns")]
+        problems += [dataclasses.replace(p, valid=p.valid if name == "monitor" else valid) for p in found]
+    every, evaluate_every = (checked.get(name, fields[name].default) for name in ("every", "evaluate_every"))
+    if not any(p.key in ("trainer.every", "trainer.evaluate_every") for p in problems) and evaluate_every % every:
+        rule = f"must be a multiple of trainer.every, which is {every}"
+        problems.append(
+            Problem("trainer.evaluate_every", evaluate_every, rule, f"{every}, {2 * every}, {3 * every}, …")
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Trainer(**checked)
