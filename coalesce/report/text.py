@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from rich.console import Console
@@ -11,16 +12,17 @@ from rich.text import Text
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A float with few digits: as it is if that is short, else with ``digits`` significant ones.
+    """A float with few digits: exact if five do, else with ``digits`` significant ones.
 
     >>> [number(v) for v in (0.001, 1.2e-4, 0.00026826957952797256, 0.99999, 10000.0, 1234567.8, float("nan"))]
     ['0.001', '1.2e-4', '2.683e-4', '0.99999', '10000', '1.235e6', 'nan']
     """
     if not math.isfinite(value):
         return str(value)
-    if len(repr(abs(value))) <= 7:
+    exact = len(Decimal(repr(value)).normalize().as_tuple().digits)
+    if exact <= 5:
         # 0.99999 as a beta is not 1
-        digits = 7
+        digits = exact
     exponent = math.floor(math.log10(abs(value))) if value else 0
     if -3 <= exponent < 6:
         return f"{value:.{max(digits, exponent + 1)}g}"

@@ -29,7 +29,7 @@ class RunWriter(Listener):
     rewritten; a writer on a folder that has parts goes on behind them.
 
     Args:
-        paths: the run folder, which exists.
+        paths: the run folder; `RunPaths.create` makes a new one.
         configuration: the resolved configuration as YAML text.
         metrics_every_s: seconds after which recorded metrics are written.
         results_every_s: seconds after which an ended experiment is written even if no host boundary comes.
@@ -64,7 +64,7 @@ class RunWriter(Listener):
 
     def started(self, plan: Plan) -> None:
         for folder in (self.paths.metric_part(0).parent, self.paths.result_part(0).parent):
-            folder.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         # what an earlier process summed up is out of date from now on; `load` assembles the parts meanwhile
         for table in (self.paths.results, self.paths.results_csv, self.paths.history):
             table.unlink(missing_ok=True)
