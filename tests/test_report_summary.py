@@ -75,7 +75,7 @@ def test_a_diverged_lane_is_skipped_counted_and_named() -> None:
     experiments = grid(optimizer__lr=[0.05, 1e6, 0.01], seed=[0, 1])
     results = [result(one, 0.5 + i / 10) for i, one in enumerate(experiments)]
     # frozen at its last finite state: its accuracy may be finite, even the best, and still means nothing
-    results[2] = result(experiments[2], 0.99, status="diverged", steps=3, message="the loss is NaN")
+    results[2] = result(experiments[2], 1.5, status="diverged", steps=3, message="the loss is NaN")
     results[4] = result(experiments[4], math.nan, math.nan, status="diverged", steps=1234, best_step=None)
     text = printed(frame_of(experiments, results), ["optimizer.lr", "seed"])
     assert rows(text, 5) == [
