@@ -127,11 +127,7 @@ class Data:
         Returns:
             A batch; each leaf is (*index.shape, *sample.shape).
         """
-        flat = index.reshape(-1)
-        # index_select: five times as fast on the CPU as leaf[index] (100 samples of 64 floats for each of 64 lanes)
-        return self.unflatten(
-            leaf.index_select(0, flat).reshape((*index.shape, *leaf.shape[1:])) for leaf in self._leaves[split]
-        )
+        return self.unflatten(gather(leaf, index) for leaf in self._leaves[split])
 
     def to(self, device: torch.device | str) -> Data:
         """The same data on a device; not a copy where they are there already."""
@@ -141,6 +137,12 @@ class Data:
 
     def __repr__(self) -> str:
         return f"Data({', '.join(f'{split}={n}' for split, n in self.sizes.items())}, classes={self.classes})"
+
+
+def gather(leaf: Tensor, index: Tensor) -> Tensor:
+    """Rows of a tensor (N, ...) at an index of any shape: (*index.shape, ...)."""
+    # index_select: five times as fast on the CPU as leaf[index] (100 samples of 64 floats for each of 64 lanes)
+    return leaf.index_select(0, index.reshape(-1)).reshape((*index.shape, *leaf.shape[1:]))
 
 
 def _read(given: Any, key: str) -> tuple[dict[str, Tensor], TreeSpec, list[Problem]]:

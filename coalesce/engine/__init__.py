@@ -1,0 +1,1 @@
+"""Many experiments, one graph: stacking, operator rules, tracing, the step, compiling."""

@@ -1,0 +1,124 @@
+"""What one lane computes, written for one lane: its loss, its metrics, its scheduled hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from coalesce.engine.objects import Path, installed, spell
+from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
+from coalesce.engine.rules import Rules
+from coalesce.engine.template import Template
+from coalesce.optim.base import Rule
+
+
+class _Call(nn.Module):
+    """A task's method as a module's forward, so that `functional_call` can put a lane's tensors into the model."""
+
+    def __init__(self, model: nn.Module, method: Any):
+        super().__init__()
+        self.model = model
+        self.method = method
+
+    def forward(self, batch: Any) -> Any:
+        return self.method(self.model, batch)
+
+
+def lane_loss(
+    template: Template,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    riding: Mapping[Path, Tensor],
+    key: Tensor,
+    step: Tensor,
+    batch: Any,
+) -> tuple[Tensor, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """The training loss of one lane.
+
+    Args:
+        weights, buffers: name → tensor of the model, without a lane dimension.
+        riding: path → 0-d tensor (or a tensor attribute's own shape).
+        key, step: of the lane's stream.
+        batch: one lane's batch.
+
+    Returns:
+        The loss, and (all training metrics by name, the buffers after the forward pass).
+    """
+    # Cloned, since layers write into their buffers, and the caller's must not change before the step is taken.
+    state = {f"model.{n}": b.clone() for n, b in buffers.items()}
+    tensors = {**{f"model.{n}": w for n, w in weights.items()}, **state}
+    name = type(template.task).__name__
+    template.model.train()
+    returned = _run(template, template.task.loss, f"{name}.loss()", tensors, riding, key, step, batch)
+    loss, extras = split_loss(returned, name)
+    return loss, ({"loss": loss.detach(), **extras}, {n: tensors[f"model.{n}"] for n in buffers})
+
+
+def lane_metrics(
+    template: Template,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    riding: Mapping[Path, Tensor],
+    key: Tensor,
+    step: Tensor,
+    batch: Any,
+) -> dict[str, Tensor]:
+    """The evaluation metrics of one lane on one batch. Arguments as `lane_loss`'s."""
+    tensors = {f"model.{n}": t.clone() for n, t in buffers.items()} | {f"model.{n}": w for n, w in weights.items()}
+    what = f"{type(template.task).__name__}.metrics()"
+    template.model.eval()
+    found = _run(template, template.task.metrics, what, tensors, riding, key, step, batch)
+    return check_scalars(found, what)
+
+
+def _run(
+    template: Template,
+    method: Any,
+    what: str,
+    tensors: dict[str, Tensor],
+    riding: Mapping[Path, Tensor],
+    key: Tensor,
+    step: Tensor,
+    batch: Any,
+) -> Any:
+    named = {spell(path): value for path, value in riding.items()}
+    call = _Call(template.model, method)
+    with installed(template.roots(), riding), Rules(key, step, named), own_code(what):
+        return functional_call(call, tensors, (batch,))
+
+
+def hyperparameters(rule: type[Rule], static: Mapping[str, Any], riding: Mapping[str, Any]) -> SimpleNamespace:
+    """A rule's hyperparameters for one lane: what rides as tensors, the rest as configured.
+
+    Args:
+        static: the configuration, of which what does not ride is used.
+        riding: name or ``name.index`` → 0-d tensor.
+    """
+    values = {}
+    for name, spec in rule.hyper.items():
+        if isinstance(spec.default, tuple):
+            values[name] = tuple(riding[f"{name}.{i}"] for i in range(len(spec.default)))
+        else:
+            values[name] = riding.get(name, static[name])
+    return SimpleNamespace(**values)
+
+
+def riding_hyperparameters(rule: type[Rule], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors that ride for one experiment: floats as 0-d float64, lengths as 0-d int64.
+
+    Returns:
+        name, or ``name.index`` for an item of a tuple, → 0-d tensor. Booleans and None do not ride.
+    """
+    found = {}
+    for name, spec in rule.hyper.items():
+        value = config[name]
+        if isinstance(spec.default, tuple):
+            found |= {f"{name}.{i}": torch.tensor(v, dtype=torch.float64) for i, v in enumerate(value)}
+        elif value is not None and not isinstance(value, bool):
+            found[name] = torch.tensor(value, dtype=torch.int64 if spec.length else torch.float64)
+    return found

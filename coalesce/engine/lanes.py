@@ -1,0 +1,209 @@
+"""K experiments as lanes of one graph: the stacked state, and what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from coalesce.engine.compiling import Runner, compile_graph, lift_constants
+from coalesce.engine.lane import lane_metrics, riding_hyperparameters
+from coalesce.engine.step import build_step, part
+from coalesce.engine.template import Template
+from coalesce.engine.trace import trace
+from coalesce.experiment import Experiment
+from coalesce.random import key_of
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The lanes at a host boundary, on the CPU.
+
+    Args:
+        steps: (K,) updates done.
+        alive: (K,) whether the lane is sound; a diverged one is not.
+        metrics: name → (K,) float64, of each lane's last sound step.
+    """
+
+    steps: list[int]
+    alive: list[bool]
+    metrics: Mapping[str, list[float]]
+
+
+class Lanes:
+    """The stacked state of K lanes and the graphs that move it.
+
+    An empty lane holds the template's initial weights and takes no step. Nothing here waits for the device except
+    `read`, `evaluate` and `state_dict`.
+
+    Args:
+        template: of the cohort.
+        width: K.
+        device: where the state lies.
+        compile: compile the graphs, or run them operation by operation.
+        evaluate_batch_size: samples per call of the evaluation graph.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        width: int,
+        device: torch.device | str = "cpu",
+        compile: bool = True,
+        evaluate_batch_size: int = 1024,
+    ):
+        self.template = template
+        self.width = width
+        self.device = torch.device(device)
+        self.compile = compile
+        self.evaluate_batch_size = evaluate_batch_size
+        self.data = template.data.to(self.device)
+        self.state = self._allocate()
+        self._step: tuple[Runner, list[Tensor]] | None = None
+        self._evaluations: dict[int, tuple[Runner, list[Tensor]]] = {}
+
+    def fill(self, lane: int, experiment: Experiment) -> None:
+        """Put an experiment in its initial state into a lane. Compiles nothing.
+
+        Raises:
+            TaskError: the experiment's own code fails, or it does not fit the graph.
+        """
+        for name, value in self._initial(experiment).items():
+            self.state[name][lane].copy_(value)
+
+    def clear(self, lane: int) -> None:
+        """Let a lane stand still from now on."""
+        self.state["lane/alive"][lane] = False
+
+    def prepare_step(self) -> None:
+        """Trace and compile the step, unless that was done."""
+        if self._step is None:
+            module, constants = build_step(self.template, self.state, self.data.leaves("train"))
+            inputs = [*self.state.values(), *self.data.leaves("train"), *constants]
+            self._step = (compile_graph(module, inputs) if self.compile else module, inputs)
+
+    def advance(self, count: int) -> None:
+        """Take ``count`` steps in every lane that is filled, sound and not at its end.
+
+        Raises:
+            TaskError: at the first call, if the task's code cannot be traced.
+        """
+        self.prepare_step()
+        assert self._step is not None
+        run, inputs = self._step
+        with torch.no_grad():
+            for _ in range(count):
+                run(*inputs)
+
+    def read(self) -> Reading:
+        """Where the lanes stand."""
+        metrics = {name: value.tolist() for name, value in part(self.state, "train").items()}
+        return Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), metrics)
+
+    def prepare_evaluation(self, split: str) -> None:
+        """Trace and compile what a split needs, unless that was done."""
+        for size in {stop - start for start, stop in self._chunks(split)}:
+            if size not in self._evaluations:
+                self._evaluations[size] = self._build_evaluation(size)
+
+    def evaluate(self, split: str) -> dict[str, list[float]]:
+        """Each metric of the task over a whole split, averaged over its samples.
+
+        Returns:
+            name → (K,).
+        """
+        self.prepare_evaluation(split)
+        names, leaves = self.template.rehearsal.metrics, self.data.leaves(split)
+        total = torch.zeros(len(names), self.width, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for start, stop in self._chunks(split):
+                run, constants = self._evaluations[stop - start]
+                found = run(*self._evaluated(), *[leaf[start:stop] for leaf in leaves], *constants)
+                total += torch.stack([f.to(torch.float64) for f in found]) * (stop - start)
+        return dict(zip(names, (total / self.data.sizes[split]).tolist(), strict=True))
+
+    def state_dict(self, lane: int) -> dict[str, Tensor]:
+        """A lane's weights and buffers as a plain model's `state_dict`, on the CPU. The template's model is not
+        touched by training."""
+        model = self.template.model
+        state = part(self.state, "trained") | part(self.state, "fixed") | part(self.state, "buffer")
+        tied = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        everything = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        kept = model.state_dict()
+        return {n: state[tied[id(t)]][lane].detach().cpu().clone() for n, t in everything if n in kept}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the stacked state."""
+        return sum(t.nbytes for t in self.state.values())
+
+    def _initial(self, experiment: Experiment) -> dict[str, Tensor]:
+        """One lane's state before its first step, in the order in which the graph takes it."""
+        template = self.template
+        model, riding = template.lane(experiment)
+        tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+        state = {f"trained/{n}": tensors[n] for n in template.trained}
+        state |= {f"fixed/{n}": tensors[n] for n in template.fixed}
+        state |= {f"buffer/{n}": t.detach() for n, t in model.named_buffers()}
+        for name in template.trained:
+            slots = template.optimizer.init(tensors[name], template.static_hyper)
+            state |= {f"slot/{slot}/{name}": t for slot, t in slots.items()}
+        for i, value in enumerate(riding.values()):
+            state[f"riding/{i}"] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=template.dtype)
+        for kind, rule in (("optimizer", template.optimizer), ("schedule", template.schedule)):
+            found = riding_hyperparameters(rule, experiment.config[kind])
+            state |= {f"{kind}/{n}": t for n, t in found.items()}
+        state["lane/key"] = key_of(experiment.seed)
+        state["lane/step"] = torch.tensor(0)
+        state["lane/steps"] = torch.tensor(experiment.steps)
+        state["lane/alive"] = torch.tensor(True)
+        for name in ("loss", *template.rehearsal.extras):
+            state[f"train/{name}"] = torch.tensor(float("nan"), dtype=torch.float64)
+        return state
+
+    def _allocate(self) -> dict[str, Tensor]:
+        one = self._initial(self.template.experiment)
+        one["lane/alive"] = torch.tensor(False)
+        return {
+            name: value.to(self.device).expand(self.width, *value.shape).clone(memory_format=torch.contiguous_format)
+            for name, value in one.items()
+        }
+
+    def _chunks(self, split: str) -> list[tuple[int, int]]:
+        size = self.data.sizes[split]
+        starts = range(0, size, self.evaluate_batch_size)
+        return [(start, min(start + self.evaluate_batch_size, size)) for start in starts]
+
+    def _evaluated(self) -> list[Tensor]:
+        """The part of the state that an evaluation reads."""
+        kinds = ("trained/", "fixed/", "buffer/", "riding/", "lane/key", "lane/step")
+        return [t for name, t in self.state.items() if name.startswith(kinds) and name != "lane/steps"]
+
+    def _build_evaluation(self, size: int) -> tuple[Runner, list[Tensor]]:
+        template = self.template
+        kinds = [n for n in self.state if any(t is self.state[n] for t in self._evaluated())]
+
+        def evaluate(*inputs: Tensor) -> list[Tensor]:
+            state = dict(zip(kinds, inputs, strict=False))
+            batch = template.data.unflatten(inputs[len(kinds) :])
+            weights = part(state, "trained") | part(state, "fixed")
+            riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
+
+            def one(weights: dict, buffers: dict, riding: dict, key: Tensor, step: Tensor) -> dict[str, Tensor]:
+                return lane_metrics(template, weights, buffers, riding, key, step, batch)
+
+            found = vmap(one)(weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"])
+            return [found[n] for n in template.rehearsal.metrics]
+
+        leaf = self.data.leaves("train")
+        examples = [*self._evaluated(), *[t.new_empty((size, *t.shape[1:])) for t in leaf]]
+        module = trace(evaluate, examples)
+        constants = lift_constants(module)
+        run = compile_graph(module, [*examples, *constants]) if self.compile else module
+        return run, constants

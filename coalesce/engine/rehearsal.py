@@ -1,0 +1,169 @@
+"""One plain eager step of one experiment before anything is traced: errors show the user's own line, and what a
+plain backward pass does is seen rather than assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from coalesce.engine.rules import Rules, user_line
+from coalesce.engine.rules.mode import Labels
+from coalesce.errors import ConfigError, Problem, TaskError
+from coalesce.experiment import Experiment
+from coalesce.random import key_of, shuffled
+from coalesce.task import Data, Task
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the plain step showed.
+
+    Args:
+        unused: names of parameters that got no gradient.
+        extras: names of the scalars beside the loss.
+        metrics: names of the evaluation metrics; empty without a validation or test split.
+        saved_bytes: what autograd kept for the backward pass, parameters and data excepted.
+    """
+
+    unused: frozenset[str]
+    extras: tuple[str, ...]
+    metrics: tuple[str, ...]
+    saved_bytes: int
+
+
+@contextmanager
+def own_code(what: str) -> Iterator[None]:
+    """Report an error of the user's code with his own line.
+
+    Raises:
+        TaskError: instead of whatever was raised; errors that are ours already pass.
+    """
+    try:
+        yield
+    except (TaskError, ConfigError):
+        raise
+    except Exception as error:
+        raise TaskError(f"{what} raised {type(error).__name__}: {error}\n{user_line(error)}") from error
+
+
+def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -> Rehearsal:
+    """Take one step's forward and backward pass, and one evaluation.
+
+    Args:
+        task, model: of the experiment, for this purpose only: buffers change.
+        data: on the CPU.
+
+    Raises:
+        TaskError: with the user's file, line and source.
+        ConfigError: labels out of range.
+    """
+    name = type(task).__name__
+    key, zero = key_of(experiment.seed), torch.zeros((), dtype=torch.int64)
+    index = shuffled(key, torch.arange(experiment.batch_size), data.sizes["train"])
+    batch = data.batch("train", index)
+    known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.train()
+    labels: list[Labels] = []
+    try:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
+            own_code(f"{name}.loss()"),
+            Rules(key, zero, {}, labels),
+        ):
+            loss, extras = split_loss(task.loss(model, batch), name)
+    except TaskError:
+        # A label out of range is an IndexError deep inside torch: say what it is, if that is what it was.
+        _check_labels(labels, batch, data)
+        raise
+    _check_labels(labels, batch, data)
+    if not loss.requires_grad:
+        raise TaskError(f"{name}.loss() returned a loss that no trainable parameter has a part in")
+    with own_code(f"the backward pass of {name}.loss()"):
+        loss.backward()
+    unused = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
+    metrics: tuple[str, ...] = ()
+    split = next((s for s in ("val", "test") if s in data.sizes), None)
+    if split is not None:
+        model.eval()
+        with torch.no_grad(), own_code(f"{name}.metrics()"), Rules(key, zero, {}):
+            found = task.metrics(model, data.batch(split, torch.arange(min(data.sizes[split], experiment.batch_size))))
+        metrics = tuple(check_scalars(found, f"{name}.metrics()"))
+    return Rehearsal(unused, tuple(extras), metrics, sum(saved.values()))
+
+
+def split_loss(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the scalars beside it, checked."""
+    loss, extras = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        seen = f"a {tuple(loss.shape)} tensor of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise TaskError(
+            f"{name}.loss() must return a scalar floating-point tensor, or (scalar, dict of scalars), not {seen}"
+        )
+    if "loss" in extras:
+        raise TaskError(f"{name}.loss() returns a scalar named 'loss' beside the loss: give it another name")
+    return loss, check_scalars(extras, f"the dict of {name}.loss()")
+
+
+def check_scalars(found: Any, what: str) -> dict[str, Tensor]:
+    """A dict of name → 0-d tensor.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    if not isinstance(found, Mapping):
+        raise TaskError(f"{what} must be a dict of name → scalar tensor, not {type(found).__name__}")
+    for name, value in found.items():
+        if not isinstance(name, str):
+            raise TaskError(f"{what}: a metric's name must be text, not {name!r}")
+        if not isinstance(value, Tensor) or value.dim() != 0 or value.is_complex():
+            seen = f"a {tuple(value.shape)} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise TaskError(f"{what}: {name!r} must be a real scalar tensor, not {seen}")
+    return dict(found)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [t for value in tree.values() for t in _tensors(value)]
+    if isinstance(tree, list | tuple):
+        return [t for value in tree for t in _tensors(value)]
+    return []
+
+
+def _check_labels(seen: list[Labels], batch: Any, data: Data) -> None:
+    """Labels are told by what the loss did with them; then the whole of every split is looked at."""
+    leaves = [leaf.untyped_storage().data_ptr() for leaf in _tensors(batch)]
+    problems = []
+    for target, classes, ignored in seen:
+        pointer = target.untyped_storage().data_ptr()
+        if pointer not in leaves:
+            continue
+        for split in data.sizes:
+            leaf = data.leaves(split)[leaves.index(pointer)]
+            wrong = ((leaf < 0) | (leaf >= classes)) & (leaf != ignored)
+            if wrong.any():
+                where = tuple(wrong.nonzero()[0].tolist())
+                problems.append(
+                    Problem(
+                        f"task.data.{split}",
+                        leaf[where].item(),
+                        f"label out of range at sample {where[0]}, and at {int(wrong.sum()) - 1} more places",
+                        f"0 to {classes - 1}: the model gives {classes} scores",
+                    )
+                )
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))

@@ -1,0 +1,248 @@
+"""One training step of K lanes as one graph: batch, forward, backward, and each parameter's update where its gradient
+is born."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.func import grad_and_value, vmap
+
+from coalesce.data import gather
+from coalesce.engine.compiling import lift_constants
+from coalesce.engine.lane import hyperparameters, lane_loss
+from coalesce.engine.template import Template
+from coalesce.engine.trace import inline, is_view, trace
+from coalesce.random import shuffled
+
+#: Name → tensor (K, …); the name's first part says what it is: trained, fixed, buffer, slot, riding, optimizer,
+#: schedule, lane, train.
+State = Mapping[str, Tensor]
+
+
+def part(state: State, prefix: str) -> dict[str, Any]:
+    """The entries under a prefix, without it."""
+    return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
+
+
+def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Trace one step.
+
+    Args:
+        template: of the cohort.
+        state: every tensor of the lanes, in the order in which the graph takes them.
+        data: the leaves of the training split, (N, …) each, which the graph takes after the state.
+
+    Returns:
+        A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
+        constants.
+    """
+    names = list(state)
+    module = trace(lambda *inputs: _gradients(template, names, inputs), [*state.values(), *data])
+    constants = lift_constants(module)
+    graph = module.graph
+    output = next(n for n in graph.nodes if n.op == "output")
+    holders = dict(zip(names, [n for n in graph.nodes if n.op == "placeholder"], strict=False))
+    results = dict(zip(_outputs(template, state), output.args[0], strict=True))
+    graph.erase_node(output)
+    _hoist(results["good"])
+    for name in results:
+        if name.startswith("now/"):
+            _hoist(results[name])
+
+    broken = []
+    updates: dict[Any, fx.GraphModule] = {}
+    for name in reversed(template.trained):
+        broken.append(_place_update(template, name, state, graph, holders, results, updates))
+
+    written = {n: results[n] for n in results if n.partition("/")[0] in ("train", "buffer")}
+    last = list(graph.nodes)[-1]
+    finish = trace(_finish, [state["lane/alive"], state["lane/step"], state["lane/steps"], *[state["lane/alive"]] * 2])
+    any_broken, last = _any(graph, broken, last)
+    arguments = [holders["lane/alive"], holders["lane/step"], holders["lane/steps"], results["good"], any_broken]
+    (written["lane/alive"], written["lane/step"]), last = inline(graph, finish, arguments, last)
+    for name, value in written.items():
+        last = _write(graph, holders[name], value, last)
+    with graph.inserting_after(last):
+        graph.output([])
+    graph.lint()
+    module.recompile()
+    return module, constants
+
+
+def _outputs(template: Template, state: State) -> list[str]:
+    """Names of what `_gradients` returns, in its order."""
+    return [
+        "good",
+        *(f"now/{n}" for n in ["step", *part(state, "optimizer")]),
+        *(f"gradient/{n}" for n in template.trained),
+        *(f"train/{n}" for n in part(state, "train")),
+        *(f"buffer/{n}" for n in part(state, "buffer")),
+    ]
+
+
+def _gradients(template: Template, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Batch, forward and backward of all lanes, and everything of a lane that its updates need."""
+    state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
+    experiment = template.experiment
+    key, step, steps = (state[f"lane/{n}"] for n in ("key", "step", "steps"))
+    optimizer, schedule = part(state, "optimizer"), part(state, "schedule")
+
+    def factor(step: Tensor, steps: Tensor, riding: Any) -> Tensor:
+        hyper = hyperparameters(template.schedule, experiment.config["schedule"], riding)
+        return template.schedule.factor(step, steps, hyper)
+
+    optimizer["lr"] = optimizer["lr"] * vmap(factor)(step, steps, schedule)
+
+    batch_size = experiment.batch_size
+    position = step[:, None] * batch_size + torch.arange(batch_size, device=step.device)
+    index = vmap(lambda k, p: shuffled(k, p, data[0].shape[0]))(key, position)
+    batch = template.data.unflatten(gather(leaf, index) for leaf in data)
+
+    paths = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
+    fixed, buffers = part(state, "fixed"), part(state, "buffer")
+
+    def loss(trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any) -> Any:
+        return lane_loss(template, {**trained, **fixed}, buffers, riding, key, step, batch)
+
+    both = vmap(grad_and_value(loss, has_aux=True))
+    gradients, (value, (metrics, after)) = both(part(state, "trained"), fixed, buffers, paths, key, step, batch)
+
+    active = state["lane/alive"] & (step < steps)
+    good = active & torch.isfinite(value)
+    clip = optimizer.get("clip_norm")
+    if clip is not None:
+        gradients = _clip(gradients, clip)
+
+    def taken(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where(_lanes(good, old), new.to(old.dtype), old)
+
+    return [
+        good,
+        step + 1,
+        *optimizer.values(),
+        *(gradients[n] for n in template.trained),
+        *(taken(metrics[n], old) for n, old in part(state, "train").items()),
+        *(taken(after[n], old) for n, old in buffers.items()),
+    ]
+
+
+def _lanes(x: Tensor, like: Tensor) -> Tensor:
+    """(K,) as (K, 1, …) beside a tensor (K, …)."""
+    return x.view(-1, *[1] * (like.dim() - 1))
+
+
+def _clip(gradients: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
+    """Scale each lane's gradients so that their global norm is at most its ``clip``, as `clip_grad_norm_` does.
+
+    This is the one place where all gradients are alive at once.
+    """
+    squares = [g.square().flatten(1).sum(1) if g.dim() > 1 else g.square() for g in gradients.values()]
+    norm = torch.stack(squares).sum(0).sqrt()
+    # 1e-6 as in torch
+    scale = torch.clamp(clip.to(norm.dtype) / (norm + 1e-6), max=1.0)
+    return {n: g * _lanes(scale, g).to(g.dtype) for n, g in gradients.items()}
+
+
+def _place_update(
+    template: Template,
+    name: str,
+    state: State,
+    graph: fx.Graph,
+    holders: Mapping[str, fx.Node],
+    results: Mapping[str, fx.Node],
+    traced: dict[Any, fx.GraphModule],
+) -> fx.Node:
+    """Insert one parameter's update into the graph, and return the node that tells which lanes it broke (K,)."""
+    slots = [n for n in state if n.startswith("slot/") and n.split("/", 2)[2] == name]
+    hyper = [n for n in results if n.startswith("now/") and n != "now/step"]
+    param = f"trained/{name}"
+    examples = [state[param], state[param], state["lane/alive"], state["lane/step"]]
+    examples += [state[n] for n in slots] + [state[n.replace("now/", "optimizer/")] for n in hyper]
+    shape = tuple(state[param].shape), state[param].dtype, tuple(slots and [n.split("/", 2)[1] for n in slots])
+    if shape not in traced:
+        slot_names = [n.split("/", 2)[1] for n in slots]
+        hyper_names = [n.removeprefix("now/") for n in hyper]
+
+        def update(*inputs: Tensor) -> list[Tensor]:
+            return _update(template, slot_names, hyper_names, *inputs)
+
+        traced[shape] = trace(update, examples)
+    gradient = results[f"gradient/{name}"]
+    arguments = [holders[param], gradient, results["good"], results["now/step"]]
+    arguments += [holders[n] for n in slots] + [results[n] for n in hyper]
+    # Not before the last read of the parameter or of a view of it: what is read below the place where its gradient is
+    # born (w.detach() in a lower layer) must still see the old value.
+    anchor = _latest(graph, [*arguments, *_readers(holders[param])])
+    (new, *moments, broken), last = inline(graph, traced[shape], arguments, anchor)
+    for target, value in zip([holders[param], *(holders[n] for n in slots)], [new, *moments], strict=True):
+        last = _write(graph, target, value, last)
+    return broken
+
+
+def _update(template: Template, slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor) -> list[Tensor]:
+    """One parameter's update in all lanes.
+
+    An entry that would turn infinite or NaN keeps its last value, with its optimiser state, and its lane is told to
+    have broken: so the state that a diverged lane is frozen in is finite, whichever layer broke first, and no second
+    pass over the parameters is needed to find out.
+    """
+    param, grad, good, step = inputs[:4]
+    state = dict(zip(slots, inputs[4 : 4 + len(slots)], strict=True))
+    riding = dict(zip(hyper, inputs[4 + len(slots) :], strict=True))
+
+    def one(param: Tensor, grad: Tensor, state: Any, riding: Any, step: Tensor) -> Any:
+        values = hyperparameters(template.optimizer, template.static_hyper, riding)
+        return template.optimizer.update(param, grad, state, values, step)
+
+    new, moments = vmap(one)(param, grad, state, riding, step)
+    sound = torch.isfinite(new)
+    kept = sound & _lanes(good, sound)
+    broken = good & ~sound.reshape(sound.shape[0], -1).all(1)
+    return [torch.where(kept, new, param), *(torch.where(kept, moments[n], state[n]) for n in slots), broken]
+
+
+def _finish(alive: Tensor, step: Tensor, steps: Tensor, good: Tensor, broken: Tensor) -> list[Tensor]:
+    done = good & ~broken
+    active = alive & (step < steps)
+    return [alive & (done | ~active), step + done.to(step.dtype)]
+
+
+def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The disjunction of some (K,) booleans."""
+    total = flags[0]
+    for flag in flags[1:]:
+        with graph.inserting_after(last):
+            last = total = graph.call_function(torch.ops.aten.logical_or.default, (total, flag))
+    return total, last
+
+
+def _write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:
+    with graph.inserting_after(last):
+        return graph.call_function(torch.ops.aten.copy_.default, (target, value))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Everything that reads a tensor or a view of it."""
+    return [r for user in node.users for r in [user, *(_readers(user) if is_view(user) else [])]]
+
+
+def _latest(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
+    wanted = set(nodes)
+    return [n for n in graph.nodes if n in wanted][-1]
+
+
+def _hoist(node: fx.Node) -> None:
+    """Move a node, and what it needs, as far up as its inputs allow, so that updates need not wait for the end."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
+    for n in inputs:
+        if not n.meta.get("hoisted"):
+            _hoist(n)
+    node.meta["hoisted"] = True
+    if not inputs or node.op == "placeholder":
+        return
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    max(inputs, key=order.__getitem__).append(node)

@@ -1,0 +1,90 @@
+"""Tracing: a Python function of tensors as a flat list of aten operations without mutation.
+
+The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx`, `functionalize`
+and the compiler's decomposition table. Tried on torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import make_fx
+
+
+def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace a function of tensors.
+
+    Args:
+        function: takes the inputs one by one, returns a list of tensors.
+        inputs: real tensors; only their shapes, strides, dtypes and devices matter.
+
+    Returns:
+        A graph with one placeholder per input, in order, and one list as its output, in which no operation writes
+        to another's tensor. Tensors that the function closed over are constants of the graph module.
+    """
+    table = select_decomp_table()
+    # A tensor given twice would be one input to the tracer, and the second placeholder would have no user.
+    distinct: dict[int, Tensor] = {}
+    inputs = [torch.empty_like(t) if id(t) in distinct else distinct.setdefault(id(t), t) for t in inputs]
+    with torch.no_grad():
+        make = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
+        traced = make(*inputs)
+        if _writes(traced):
+            # Mutations inside (BatchNorm's statistics, h[:, 0] = 0.5) need a pass of their own: functionalised
+            # together with vmap and the decompositions, BatchNorm loses its statistics, since the schema of
+            # native_batch_norm hides that it writes.
+            pure = functionalize(traced, remove="mutations")
+            make = make_fx(pure, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
+            traced = make(*inputs)
+    traced.graph.eliminate_dead_code()
+    left = _writes(traced)
+    if left:
+        raise AssertionError(f"operations that write remain in the trace: {left}")
+    return traced
+
+
+def _writes(module: fx.GraphModule) -> list[fx.Node]:
+    def writes(node: fx.Node) -> bool:
+        return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+    return [n for n in module.graph.nodes if n.op == "call_function" and writes(n)]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether an operation returns another look at its first argument's memory."""
+    return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+
+
+def inline(
+    graph: fx.Graph, module: fx.GraphModule, arguments: Sequence[fx.Node], after: fx.Node
+) -> tuple[list[fx.Node], fx.Node]:
+    """Copy a traced function into a graph.
+
+    Args:
+        graph: where to.
+        module: as `trace` made it, without constants.
+        arguments: for its placeholders.
+        after: the node behind which the copy stands.
+
+    Returns:
+        The nodes of its outputs, and the last node that was inserted (``after``, if there was none).
+    """
+    places = iter(arguments)
+    copies: dict[fx.Node, fx.Node] = {}
+    outputs: list[fx.Node] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = next(places)
+        elif node.op == "output":
+            outputs = [copies[n] for n in node.args[0]]
+        elif node.op == "call_function":
+            with graph.inserting_after(after):
+                after = copies[node] = graph.node_copy(node, lambda n: copies[n])
+        else:
+            raise AssertionError(f"a rule may hold no constant tensor: {node.format_node()}")
+    return outputs, after

@@ -1,0 +1,1 @@
+"""Lanes over time: filling, stepping, evaluating, freezing, refilling."""
