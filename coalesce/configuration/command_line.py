@@ -24,7 +24,7 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException
 
-from coalesce.configuration.language import has_sweep
+from coalesce.configuration.language import has_sweep, patterns
 from coalesce.configuration.params import GROUPS
 from coalesce.experiment import KEYS
 
@@ -34,6 +34,8 @@ NODES = (*GROUPS, "sweep", "trainer", "search", "launcher")
 MULTIRUN = ("-m", "--multirun")
 #: So many commands are printed where one would not do.
 PRINTED = 8
+#: So many values are taken from an interval.
+FROM_INTERVAL = 8
 
 
 def adapt(overrides: Sequence[str]) -> list[str]:
@@ -95,9 +97,11 @@ def refuse_multirun(program: str, arguments: Sequence[str], overrides: Sequence[
     if outside:
         names = ", ".join(o.key_or_group for o in outside.values())
         reasons.append(f"{names}: no part of an experiment, so each value is a run of its own.")
+    if any(o.is_interval_sweep() for o in inside.values()):
+        reasons.append(f"An interval is continuous: the command takes {FROM_INTERVAL} values from it.")
     reasons.append("Run:" if len(commands) == 1 else "Run one after the other:")
     shown = [f"  {command}" for command in commands[:PRINTED]]
-    more = [f"  … and {len(commands) - PRINTED} more"] if len(commands) > PRINTED else []
+    more = ["  … and so on"] if len(commands) > PRINTED else []
     return "\n".join([*reasons, *shown, *more])
 
 
@@ -156,6 +160,10 @@ def _values_text(override: Override) -> str:
     value = override._value
     if isinstance(value, ChoiceSweep):
         return "[" + ", ".join(override.sweep_string_iterator()) + "]"
+    if isinstance(value, IntervalSweep):
+        # a continuous range has no values of its own: the command takes some from it
+        low, high = float(value.start or 0), float(value.end or 0)
+        return f"${{{'logspace' if 'log' in value.tags and low > 0 else 'linspace'}:{low},{high},{FROM_INTERVAL}}}"
     return _text(value)
 
 
@@ -174,7 +182,8 @@ def _text(value: Any) -> str:
 
 def _sweep_text(value: Sweep | Glob) -> str:
     if isinstance(value, Glob):
-        return f"glob({value.include}, exclude={value.exclude})"
+        exclude = f", exclude=[{', '.join(patterns(value.exclude))}]" if value.exclude else ""
+        return f"glob([{', '.join(patterns(value.include))}]{exclude})"
     if isinstance(value, ChoiceSweep):
         text = f"choice({', '.join(_text(item) for item in value.list)})"
     elif isinstance(value, RangeSweep):

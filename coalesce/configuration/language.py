@@ -90,7 +90,7 @@ def read_sweep(options: Callable[[str], Sequence[str]], limit: int) -> Callable[
             names = options(key)
             if not names:
                 raise _wrong(key, text, "names options of a group, but the key is no group", SYNTAX)
-            return sweep.filter(list(names))
+            return Glob(patterns(sweep.include), patterns(sweep.exclude)).filter(list(names))
         if isinstance(sweep, RangeSweep):
             return _range(key, text, sweep, override, limit)
         if isinstance(sweep, ChoiceSweep):
@@ -135,6 +135,11 @@ class _Range(Sequence[float]):
 
 def _wrong(key: str, text: str, rule: str, valid: str) -> ConfigError:
     return ConfigError([Problem(key, text, rule, valid)])
+
+
+def patterns(names: Sequence[Any]) -> list[str]:
+    """The patterns of a glob as text: Hydra's own filter trips over those in quotes."""
+    return [Override._convert_value(name) for name in names]  # type: ignore[misc]
 
 
 def has_sweep(value: Any) -> bool:

@@ -121,7 +121,7 @@ def resolve_arguments(
         else:
             problems.append(Problem(key, None, f"is missing: {task.target} needs it"))
             continue
-        arguments[name], found = coerce(key, value, _known(kind, value, like.get(name)))
+        arguments[name], found = coerce(key, value, _known(kind, value, like.get(name, task.defaults.get(name))))
         # a default is the class's own business, as long as a configuration can hold it: it may be infinite
         if given and name in task.defaults and _same(value, task.defaults[name]):
             given = False
@@ -141,6 +141,9 @@ def resolve_arguments(
 
 def _known(kind: Kind, value: Any, like: Any) -> Kind:
     """The kind; where it says nothing, floats are what are floats in the base configuration (law 3)."""
+    if kind.base == "either":
+        number = isinstance(value, int) and not isinstance(value, bool)
+        return Kind("float", kind.optional) if number and isinstance(like, float) else kind
     if kind.base not in ("any", "number"):
         return kind
     held = floats_of(like)

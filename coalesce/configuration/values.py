@@ -38,7 +38,7 @@ class Kind:
     """What a key holds.
 
     Args:
-        base: one of the keys of ``NAMES``, or "any": nothing is known about it.
+        base: one of the keys of ``NAMES``; "choice"; "either", of several types; or "any": nothing is known about it.
         optional: whether None is a value.
         item: of a list of any length: the kind of its items. Of a mapping: the kind of its values.
         items: of a list of fixed length: the kinds of its items, one by one.
@@ -156,7 +156,7 @@ def _union(kinds: list[Kind], optional: bool) -> Kind:
         return replace(kinds[0], optional=optional or kinds[0].optional)
     if {kind.base for kind in kinds} == {"int", "float"}:
         return Kind("number", optional)
-    return Kind(optional=optional)
+    return Kind("either", optional)
 
 
 def coerce(key: str, value: Any, kind: Kind) -> tuple[Any, list[Problem]]:
@@ -183,7 +183,7 @@ def coerce(key: str, value: Any, kind: Kind) -> tuple[Any, list[Problem]]:
         return _list(key, value, kind)
     if kind.base == "mapping":
         return _mapping(key, value, kind)
-    if kind.base == "any":
+    if kind.base in ("any", "either"):
         return _any(key, value)
     if isinstance(value, Mapping):
         return value, [_problem(key, value, "not a mapping", kind)]
