@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ class Reading:
     steps: list[int]
     alive: list[bool]
     metrics: Mapping[str, list[float]]
+
+
+def chunks(size: int, most: int) -> list[tuple[int, int]]:
+    """Cut ``range(size)`` into pieces (start, stop) of ``most``, the last one shorter."""
+    return [(start, min(start + most, size)) for start in range(0, size, most)]
 
 
 class Lanes:
@@ -176,26 +182,27 @@ class Lanes:
         }
 
     def _chunks(self, split: str) -> list[tuple[int, int]]:
-        size = self.data.sizes[split]
-        starts = range(0, size, self.evaluate_batch_size)
-        return [(start, min(start + self.evaluate_batch_size, size)) for start in starts]
+        return chunks(self.data.sizes[split], self.evaluate_batch_size)
+
+    def _evaluated_names(self) -> list[str]:
+        kinds = ("trained/", "fixed/", "buffer/", "riding/")
+        return [*(n for n in self.state if n.startswith(kinds)), "lane/key", "lane/step"]
 
     def _evaluated(self) -> list[Tensor]:
         """The part of the state that an evaluation reads."""
-        kinds = ("trained/", "fixed/", "buffer/", "riding/", "lane/key", "lane/step")
-        return [t for name, t in self.state.items() if name.startswith(kinds) and name != "lane/steps"]
+        return [self.state[name] for name in self._evaluated_names()]
 
     def _build_evaluation(self, size: int) -> tuple[Runner, list[Tensor]]:
         template = self.template
-        kinds = [n for n in self.state if any(t is self.state[n] for t in self._evaluated())]
+        names = self._evaluated_names()
 
         def evaluate(*inputs: Tensor) -> list[Tensor]:
-            state = dict(zip(kinds, inputs, strict=False))
-            batch = template.data.unflatten(inputs[len(kinds) :])
+            state = dict(zip(names, inputs, strict=False))
+            batch = template.data.unflatten(inputs[len(names) :])
             weights = part(state, "trained") | part(state, "fixed")
             riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
 
-            def one(weights: dict, buffers: dict, riding: dict, key: Tensor, step: Tensor) -> dict[str, Tensor]:
+            def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor) -> dict[str, Tensor]:
                 return lane_metrics(template, weights, buffers, riding, key, step, batch)
 
             found = vmap(one)(weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"])

@@ -1,0 +1,135 @@
+"""One experiment alone in a plain eager loop, for debugging: a breakpoint in `loss` works, tracebacks are the user's.
+
+The same batches, draws, update rules and schedules as in a lane, on the real model, with autograd's own backward pass
+and neither tracing nor vmap.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from coalesce.engine.lane import hyperparameters, riding_hyperparameters
+from coalesce.engine.lanes import Reading, chunks
+from coalesce.engine.rehearsal import check_scalars, split_loss
+from coalesce.engine.rules import Rules
+from coalesce.engine.template import Template, build
+from coalesce.experiment import Experiment
+from coalesce.random import key_of, shuffled
+
+
+class Plain:
+    """What `Lanes` is at width 1, unstacked.
+
+    Args:
+        template: of the cohort.
+        device: where to train.
+        evaluate_batch_size: samples per call of `metrics`.
+    """
+
+    width = 1
+
+    def __init__(self, template: Template, device: torch.device | str = "cpu", evaluate_batch_size: int = 1024):
+        self.template = template
+        self.device = torch.device(device)
+        self.evaluate_batch_size = evaluate_batch_size
+        self.data = template.data.to(self.device)
+        self.step, self.alive = 0, False
+
+    def prepare_step(self) -> None:
+        """Nothing to compile."""
+
+    def prepare_evaluation(self, split: str) -> None:
+        """Nothing to compile."""
+
+    def fill(self, lane: int, experiment: Experiment) -> None:
+        """Start an experiment from its initial state."""
+        config = experiment.config
+        self.experiment = experiment
+        self.task, self.model = build(experiment)
+        self.model.to(self.device)
+        self.key = key_of(experiment.seed).to(self.device)
+        self.optimizer = riding_hyperparameters(self.template.optimizer, config["optimizer"])
+        self.schedule = riding_hyperparameters(self.template.schedule, config["schedule"])
+        named = dict(self.model.named_parameters())
+        self.slots = {n: self.template.optimizer.init(named[n].detach(), config["optimizer"]) for n in self._trained()}
+        self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
+        self.step, self.alive = 0, True
+
+    def clear(self, lane: int) -> None:
+        """Stand still from now on."""
+        self.alive = False
+
+    def advance(self, count: int) -> None:
+        """Take ``count`` steps, fewer at the experiment's end or if it diverges."""
+        for _ in range(count):
+            if self.alive and self.step < self.experiment.steps:
+                self._advance()
+
+    def read(self) -> Reading:
+        """Where the experiment stands, as `Lanes.read` tells it."""
+        return Reading([self.step], [self.alive], {n: [v] for n, v in self.metrics.items()})
+
+    def evaluate(self, split: str) -> dict[str, list[float]]:
+        """Each metric over a split, averaged over its samples, as `Lanes.evaluate` tells it."""
+        total = dict.fromkeys(self.template.rehearsal.metrics, 0.0)
+        size = self.data.sizes[split]
+        self.model.eval()
+        for start, stop in chunks(size, self.evaluate_batch_size):
+            batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
+            with torch.no_grad(), Rules(self.key, self._count(self.step), {}):
+                found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
+            for name in total:
+                total[name] += float(found[name]) * (stop - start)
+        return {name: [value / size] for name, value in total.items()}
+
+    def state_dict(self, lane: int) -> dict[str, Tensor]:
+        """The model's, on the CPU."""
+        return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
+
+    def _trained(self) -> tuple[str, ...]:
+        return self.template.trained
+
+    def _count(self, value: int) -> Tensor:
+        return torch.tensor(value, dtype=torch.int64, device=self.device)
+
+    def _advance(self) -> None:
+        template, config = self.template, self.experiment.config
+        position = self.step * self.experiment.batch_size + torch.arange(
+            self.experiment.batch_size, device=self.device
+        )
+        batch = self.data.batch("train", shuffled(self.key, position, self.data.sizes["train"]))
+        self.model.train()
+        self.model.zero_grad()
+        before = {n: b.clone() for n, b in self.model.named_buffers()}
+        with Rules(self.key, self._count(self.step), {}):
+            loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
+        if not torch.isfinite(loss):
+            self.alive = False
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(before[name])
+            return
+        loss.backward()
+        named = dict(self.model.named_parameters())
+        trained = [named[n] for n in self._trained()]
+        if self.optimizer.get("clip_norm") is not None:
+            torch.nn.utils.clip_grad_norm_(trained, float(self.optimizer["clip_norm"]))
+        riding = dict(self.optimizer)
+        hyper = hyperparameters(template.schedule, config["schedule"], self.schedule)
+        factor = template.schedule.factor(self._count(self.step), self._count(self.experiment.steps), hyper)
+        riding["lr"] = riding["lr"] * factor
+        hyper = hyperparameters(template.optimizer, config["optimizer"], riding)
+        sound = True
+        with torch.no_grad():
+            for name in self._trained():
+                param, grad = named[name], named[name].grad
+                assert grad is not None
+                new, slots = template.optimizer.update(param, grad, self.slots[name], hyper, self._count(self.step + 1))
+                # as in a lane: an entry that would break keeps its last value
+                kept = torch.isfinite(new)
+                sound = sound and bool(kept.all())
+                self.slots[name] = {n: torch.where(kept, v, self.slots[name][n]) for n, v in slots.items()}
+                param.copy_(torch.where(kept, new, param))
+        self.metrics = {"loss": loss.item(), **{n: float(v) for n, v in extras.items()}}
+        self.alive = sound
+        self.step += sound

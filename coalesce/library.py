@@ -1,0 +1,67 @@
+"""The library surface: a sweep without files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from coalesce.configuration import check_trainer, make_experiments, rides
+from coalesce.runner.planning import make_plan
+from coalesce.runner.run import run
+from coalesce.store.frames import results_frame
+from coalesce.task import Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def sweep(
+    task: type[Task] | Mapping[str, Any] | str,
+    params: Mapping[str, Any] | None = None,
+    *,
+    optimizer: str | Mapping[str, Any] = "adamw",
+    schedule: str | Mapping[str, Any] = "constant",
+    steps: int = 1000,
+    batch_size: int = 64,
+    seed: int = 0,
+    zip: Sequence[Sequence[str]] = (),
+    **trainer: Any,
+) -> pd.DataFrame:
+    """Train every experiment of a sweep and return one row for each.
+
+    Args:
+        task: the class, its dotted name, or a mapping with ``_target_`` and constructor arguments.
+        params: nested or dotted key → its values: ``{"optimizer.lr": [0.1, 0.01], "seed": range(8)}``.
+        optimizer, schedule: a rule's name, or a mapping with ``name`` and hyperparameters.
+        steps: updates per experiment.
+        batch_size: B, samples per update.
+        seed: of experiments whose seed is not swept.
+        zip: groups of keys whose values run together instead of in all combinations.
+        **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
+
+    Returns:
+        The results frame (see `coalesce.load`), in the sweep's order.
+
+    Raises:
+        ConfigError: with every problem found, before anything starts.
+        TaskError: the task's own code fails.
+
+    >>> import coalesce
+    >>> from coalesce.tasks import Digits
+    >>> frame = coalesce.sweep(Digits, {"optimizer.lr": [0.01, 0.1]}, steps=10, every=10, evaluate_every=10,
+    ...                        compile=False)
+    >>> list(frame["optimizer.lr"]), list(frame["steps"])
+    ([0.01, 0.1], [10, 10])
+    """
+    base = {
+        "task": dict(task) if isinstance(task, Mapping) else task,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "steps": steps,
+        "batch_size": batch_size,
+        "seed": seed,
+    }
+    given = {key: list(values) if isinstance(values, range) else values for key, values in (params or {}).items()}
+    experiments, keys = make_experiments(base, given, zip)
+    plan = make_plan("sweep", keys, experiments, rides, check_trainer(trainer))
+    return results_frame(run(plan), keys, [experiment.id for experiment in experiments])

@@ -1,0 +1,109 @@
+"""From experiments to a plan: cohorts, widths, and what they are thought to cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from coalesce.engine.template import Template
+from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.experiment import Cohort, Experiment, group
+from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+
+#: Most lanes that ``trainer.width=auto`` takes. Beyond, a small model gains nothing more on two cores.
+AUTO_WIDTH = 128
+
+#: Fewest lanes that it takes. The compiler's kernels for one lane differ from those for more in the last bit, so
+#: that an experiment alone would not repeat its numbers in a sweep (an idle lane costs a small model next to nothing).
+LEAST_WIDTH = 2
+
+
+def make_plan(
+    name: str,
+    keys: Sequence[str],
+    experiments: Iterable[Experiment],
+    rides: Callable[[Experiment, str, Any], bool],
+    trainer: Trainer,
+) -> Plan:
+    """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step.
+
+    Args:
+        name: the sweep's name.
+        keys: the swept keys, in the sweep's order.
+        experiments: each once, in the sweep's order.
+        rides: whether a leaf of the configuration may differ within a graph, see `group`.
+        trainer: how to run them.
+
+    Raises:
+        ConfigError: problems of all cohorts together.
+        TaskError: the task's own code fails.
+    """
+    experiments = tuple(experiments)
+    problems: dict[Problem, None] = {}
+    trainer, found = _resolve(trainer)
+    problems |= dict.fromkeys(found)
+    planned = []
+    for cohort in group(experiments, rides):
+        try:
+            template = Template(cohort)
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        problems |= dict.fromkeys(_check_monitor(template, trainer))
+        planned.append(plan_cohort(template, trainer))
+    if problems:
+        raise ConfigError(problems)
+    return Plan(name, tuple(keys), experiments, tuple(planned), trainer)
+
+
+def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
+    """A cohort's width, and the memory of a lane: parameters, optimiser state, buffers, one set of gradients, and what
+    autograd kept in a plain step of one experiment."""
+    named = dict(template.model.named_parameters())
+    trained = sum(named[n].nbytes for n in template.trained)
+    slots = sum(
+        slot.nbytes
+        for n in template.trained
+        for slot in template.optimizer.init(named[n].detach(), template.static_hyper).values()
+    )
+    rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
+    per_lane = 2 * trained + slots + rest + template.rehearsal.saved_bytes
+    parameters = sum(p.numel() for p in named.values())
+    return PlannedCohort(template.cohort, _width(template.cohort, trainer), parameters, per_lane, template.data.bytes)
+
+
+def metric_names(template: Template) -> list[str]:
+    """The metrics that exist while a cohort trains."""
+    names = [f"train/{n}" for n in ("loss", *template.rehearsal.extras)]
+    return names + [f"val/{n}" for n in template.rehearsal.metrics if "val" in template.data.sizes]
+
+
+def _width(cohort: Cohort, trainer: Trainer) -> int:
+    if not trainer.stack:
+        return 1
+    if trainer.width != "auto":
+        return int(trainer.width)
+    # as even as possible: 130 experiments are twice 65 lanes, not 128 and 2
+    count = len(cohort.experiments)
+    return max(LEAST_WIDTH, math.ceil(count / math.ceil(count / AUTO_WIDTH)))
+
+
+def _resolve(trainer: Trainer) -> tuple[Trainer, list[Problem]]:
+    device, problems = trainer.device, []
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        problems.append(Problem("trainer.device", device, "this torch sees no CUDA device", "auto or cpu"))
+    return replace(trainer, device=device, threads=trainer.threads or torch.get_num_threads()), problems
+
+
+def _check_monitor(template: Template, trainer: Trainer) -> list[Problem]:
+    names = metric_names(template)
+    if trainer.monitor in names:
+        return []
+    rule = "no such metric"
+    return [Problem("trainer.monitor", trainer.monitor, rule, ", ".join(names), nearest(trainer.monitor, names))]

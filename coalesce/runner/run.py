@@ -1,0 +1,242 @@
+"""Running a plan: lanes are filled, advanced from one host boundary to the next, read out and filled again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from coalesce.engine.lanes import Lanes, Reading
+from coalesce.engine.plain import Plain
+from coalesce.engine.template import Template
+from coalesce.errors import TaskError
+from coalesce.experiment import Experiment
+from coalesce.runner.listener import Listener, Progress, Result
+from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+
+
+@dataclass
+class Slot:
+    """An experiment in its lane: what has been measured so far."""
+
+    experiment: Experiment
+    started_s: float
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    best_value: float = math.nan
+    best_step: int | None = None
+
+
+@dataclass
+class Totals:
+    """The whole run, for the progress display."""
+
+    plan: Plan
+    started_s: float = field(default_factory=time.monotonic)
+    training_s: float = 0.0
+    steps: int = 0
+    ended: int = 0
+    best: dict[str, tuple[float, Experiment]] = field(default_factory=dict)
+
+
+def run(plan: Plan, listeners: Sequence[Listener] = (), job: int = 0) -> list[Result]:
+    """Run every experiment of a plan in this process.
+
+    Args:
+        plan: from `make_plan`.
+        listeners: told what happens, in their order.
+        job: this process's number.
+
+    Returns:
+        One result per experiment, in the order in which they ended.
+    """
+    error: BaseException | None = None
+    results: list[Result] = []
+    totals = Totals(plan)
+    with _threads(plan.trainer):
+        try:
+            for listener in listeners:
+                listener.started(plan)
+            for index, planned in enumerate(plan.cohorts):
+                results += _CohortRun(index, planned, plan.trainer, listeners, totals, job).run()
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            for listener in listeners:
+                listener.closed(error)
+    return results
+
+
+class _CohortRun:
+    def __init__(
+        self,
+        index: int,
+        planned: PlannedCohort,
+        trainer: Trainer,
+        listeners: Sequence[Listener],
+        totals: Totals,
+        job: int,
+    ):
+        self.index, self.planned, self.trainer = index, planned, trainer
+        self.listeners, self.totals, self.job = listeners, totals, job
+        self.template = Template(planned.cohort)
+        self.lanes: Lanes | Plain
+        if trainer.stack:
+            self.lanes = Lanes(
+                self.template, planned.width, trainer.device, trainer.compile, trainer.evaluate_batch_size
+            )
+        else:
+            self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
+        self.splits = [s for s in ("val", "test") if s in self.template.data.sizes]
+        self.queue = deque(planned.cohort.experiments)
+        self.slots: list[Slot | None] = [None] * planned.width
+        self.results: list[Result] = []
+
+    def run(self) -> list[Result]:
+        for listener in self.listeners:
+            listener.compiling(self.index, "step")
+        self.lanes.prepare_step()
+        for split in self.splits:
+            for listener in self.listeners:
+                listener.compiling(self.index, f"evaluation on {split}")
+            self.lanes.prepare_evaluation(split)
+        self._refill()
+        while any(self.slots):
+            started_s = time.monotonic()
+            self.lanes.advance(min(self.trainer.every, max(s.experiment.steps - s.steps for s in self.slots if s)))
+            self._boundary(self.lanes.read())
+            self.totals.training_s += time.monotonic() - started_s
+            self._refill()
+            self._tell_progress()
+        return self.results
+
+    def _refill(self) -> None:
+        for lane, slot in enumerate(self.slots):
+            while slot is None and self.queue:
+                slot = self._fill(lane, self.queue.popleft())
+            self.slots[lane] = slot
+
+    def _fill(self, lane: int, experiment: Experiment) -> Slot | None:
+        slot = Slot(experiment, time.monotonic())
+        try:
+            self.lanes.fill(lane, experiment)
+        except TaskError as error:
+            self.lanes.clear(lane)
+            self._end(slot, "failed", message=str(error))
+            return None
+        return slot
+
+    def _boundary(self, reading: Reading) -> None:
+        """Record what the lanes did since the last boundary, and take out those that ended."""
+        busy = [(lane, slot) for lane, slot in enumerate(self.slots) if slot is not None]
+        for lane, slot in busy:
+            self.totals.steps += reading.steps[lane] - slot.steps
+            slot.steps = reading.steps[lane]
+            self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
+        ended = {lane for lane, slot in busy if not reading.alive[lane] or slot.steps >= slot.experiment.steps}
+        due = [
+            (lane, slot)
+            for lane, slot in busy
+            if reading.alive[lane] and (lane in ended or slot.steps % self.trainer.evaluate_every == 0)
+        ]
+        if due and "val" in self.splits:
+            found = self.lanes.evaluate("val")
+            for lane, slot in due:
+                self._record(slot, {f"val/{n}": values[lane] for n, values in found.items()})
+        finished = [(lane, slot) for lane, slot in due if lane in ended]
+        if finished and "test" in self.splits:
+            found = self.lanes.evaluate("test")
+            for lane, slot in finished:
+                self._record(slot, {f"test/{n}": values[lane] for n, values in found.items()})
+        for lane, slot in busy:
+            if lane in ended:
+                self._take_out(lane, slot, reading.alive[lane])
+
+    def _take_out(self, lane: int, slot: Slot, alive: bool) -> None:
+        message = ""
+        if not alive:
+            step = slot.steps + 1
+            message = f"the loss or a parameter turned infinite or NaN at step {step}"
+        self._end(slot, "finished" if alive else "diverged", lane, message)
+        self.lanes.clear(lane)
+        self.slots[lane] = None
+
+    def _record(self, slot: Slot, values: dict[str, float]) -> None:
+        """Keep metrics of one experiment and tell them; see whether the monitored one is the best so far."""
+        slot.metrics |= values
+        for listener in self.listeners:
+            listener.metrics(slot.experiment, slot.steps, values)
+        value = values.get(self.trainer.monitor, math.nan)
+        if math.isfinite(value) and (math.isnan(slot.best_value) or self._better(value, slot.best_value)):
+            slot.best_value, slot.best_step = value, slot.steps
+            slot.best = {n: v for n, v in values.items() if n.partition("/")[0] == self.trainer.monitor.split("/")[0]}
+            self.totals.best[slot.experiment.id] = (value, slot.experiment)
+
+    def _better(self, new: float, old: float) -> bool:
+        return new > old if self.trainer.mode == "max" else new < old
+
+    def _end(self, slot: Slot, status: str, lane: int | None = None, message: str = "") -> None:
+        if status != "finished":
+            # what broke never wins
+            self.totals.best.pop(slot.experiment.id, None)
+        self.totals.ended += 1
+        # steps that an experiment leaves undone count as done, else the bar never fills
+        self.totals.steps += slot.experiment.steps - slot.steps
+        keep = self.trainer.weights and lane is not None
+        result = Result(
+            experiment=slot.experiment,
+            status=status,
+            steps=slot.steps,
+            metrics=slot.metrics,
+            best=slot.best,
+            best_step=slot.best_step,
+            cohort=self.planned.cohort.index,
+            width=self.planned.width,
+            job=self.job,
+            device=self.trainer.device,
+            seconds=time.monotonic() - slot.started_s,
+            message=message,
+            weights=self.lanes.state_dict(lane) if keep and lane is not None else None,
+        )
+        self.results.append(result)
+        for listener in self.listeners:
+            listener.ended(result)
+
+    def _tell_progress(self) -> None:
+        totals, plan = self.totals, self.totals.plan
+        values = totals.best.values()
+        pick = max if self.trainer.mode == "max" else min
+        progress = Progress(
+            cohort=self.index,
+            cohorts=len(plan.cohorts),
+            lanes=sum(s is not None for s in self.slots),
+            width=self.planned.width,
+            steps=totals.steps,
+            total_steps=sum(e.steps for e in plan.experiments),
+            experiments=totals.ended,
+            total_experiments=len(plan.experiments),
+            monitor=self.trainer.monitor,
+            best=pick(values, key=lambda entry: entry[0]) if values else None,
+            elapsed_s=time.monotonic() - totals.started_s,
+            training_s=totals.training_s,
+        )
+        for listener in self.listeners:
+            listener.advanced(progress)
+
+
+@contextmanager
+def _threads(trainer: Trainer) -> Iterator[None]:
+    """Run with the plan's number of CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(trainer.threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
