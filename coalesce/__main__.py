@@ -43,15 +43,16 @@ def main() -> int:
     register_resolvers()
     arguments = sys.argv[1:]
     # an unknown flag is left for Hydra's own parser to refuse
-    flags, _ = get_args_parser().parse_known_args(arguments)
+    flags, _ = get_args_parser().parse_known_intermixed_args(arguments)
     shows = flags.help or flags.hydra_help or flags.cfg or flags.info or flags.shell_completion
     if not shows:
         refusal = refuse_multirun(program_name(sys.argv[0]), arguments, flags.overrides, flags.multirun)
         if refusal:
             return _refuse(refusal)
-    changed = dict(zip(flags.overrides, adapt(flags.overrides), strict=True))
+    # argparse, as Hydra calls it, takes overrides from one place only: they are brought together
+    others = [argument for argument in arguments if argument not in flags.overrides]
     try:
-        return _run_hydra([changed.get(argument, argument) for argument in arguments], flags.overrides)
+        return _run_hydra([*adapt(flags.overrides), *others], flags.overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -123,7 +124,7 @@ def run_order(order: Order) -> int:
     from coalesce.report.plan import print_plan
     from coalesce.report.progress import ProgressView
     from coalesce.report.summary import print_summary
-    from coalesce.runner.plan import make_plan
+    from coalesce.runner.planning import make_plan
     from coalesce.runner.run import run
     from coalesce.store.frames import results_frame
     from coalesce.store.paths import RunPaths

@@ -71,7 +71,8 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
     """
     problems: list[Problem] = []
     whole = to_plain(config, problems)
-    sources = Sources(node.overrides.task, node.runtime.choices, files_of(node))
+    given = _lines(node.overrides.task)
+    sources = Sources(given, node.runtime.choices, files_of(node))
     problems += sources.misread()
     base = {key: value for key, value in whole.items() if key not in OTHERS}
     valid = (*KEYS, *OTHERS)
@@ -88,7 +89,7 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         trainer = check_trainer(_mapping("trainer", whole.get("trainer"), problems))
     except ConfigError as error:
         problems += error.problems
-    params, found = unique(sweep["params"], _given(node.overrides.task))
+    params, found = unique(sweep["params"], _given(given))
     problems += found
     experiments, keys = make_experiments(
         base,
@@ -133,7 +134,7 @@ def to_plain(node: Any, problems: list[Problem], key: str = "") -> Any:
 
 def composer(node: HydraConf) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
     """Make the function that composes the running command's configuration with other options of groups."""
-    given = [*node.overrides.hydra, *node.overrides.task]
+    given = [*_lines(node.overrides.hydra), *_lines(node.overrides.task)]
     parsed = OverridesParser.create().parse_overrides(given)
 
     def compose(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,6 +228,13 @@ def _named(group: str, value: Any, names: tuple[str, ...]) -> list[Problem]:
     if name not in names:
         problems.append(Problem(f"{group}.name", name, f"unknown {group}", ", ".join(names), nearest(str(name), names)))
     return problems
+
+
+def _lines(overrides: Any) -> list[str]:
+    """Hydra's list of overrides, interpolations left as they are: they are not the configuration yet."""
+    # an iterator over a ListConfig would resolve them
+    found: Any = OmegaConf.to_container(overrides, resolve=False)
+    return [str(line) for line in found]
 
 
 def _given(overrides: Sequence[str]) -> set[tuple[str, ...]]:

@@ -10,7 +10,7 @@ from typing import Any, overload
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, FloatRange, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from coalesce.errors import ConfigError, Problem
 
@@ -21,9 +21,14 @@ MOST_SPACED = 100_000
 
 def register_resolvers() -> None:
     """Make ``${logspace:low,high,n}`` and ``${linspace:low,high,n}`` known to OmegaConf, once per process."""
-    for name, resolver in (("logspace", logspace), ("linspace", linspace)):
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, resolver)
+    for function in (logspace, linspace):
+        if not OmegaConf.has_resolver(function.__name__):
+            OmegaConf.register_new_resolver(function.__name__, _as_list_config(function))
+
+
+def _as_list_config(function: Callable[[float, float, int], list[float]]) -> Callable[..., ListConfig]:
+    # a plain list does for reading a value, but not for `--cfg job --resolve`
+    return lambda low, high, n: ListConfig(function(low, high, n))
 
 
 def linspace(low: float, high: float, n: int) -> list[float]:
