@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ def main() -> int:
         refusal = refuse_multirun(program_name(sys.argv[0]), arguments, flags.overrides, flags.multirun)
         if refusal:
             return _refuse(refusal)
+    if flags.experimental_rerun is not None:
+        return _refuse("--experimental-rerun reads a pickle, which may hold any code; coalesce runs no code from data")
     # argparse, as Hydra calls it, takes overrides from one place only: they are brought together
     others = [argument for argument in arguments if argument not in flags.overrides]
     try:
@@ -104,12 +107,25 @@ def _app(config: DictConfig) -> int:
             order = read_order(config, HydraConfig.get())
         for warning in caught:
             print(f"warning: {warning.message}", file=sys.stderr)
-        return run_order(order)
+        with _sources(order):
+            return run_order(order)
     except ConfigError as error:
         return _refuse(str(error))
     except TaskError as error:
         print(f"coalesce: {error}", file=sys.stderr)
         return FAILED
+
+
+@contextmanager
+def _sources(order: Order) -> Iterator[None]:
+    """Tell where a value stands that turns out wrong only beside the data: the planner does not know."""
+    try:
+        yield
+    except ConfigError as error:
+        # a swept key is wrong where the sweep writes it
+        keys = [f"sweep.params.{p.key}" if p.key in order.keys else p.key for p in error.problems]
+        known = [replace(p, source=p.source or order.source(k)) for p, k in zip(error.problems, keys, strict=True)]
+        raise ConfigError(known) from None
 
 
 def run_order(order: Order) -> int:

@@ -247,6 +247,7 @@ def test_the_command_is_called_as_the_user_called_it(cli: CommandLine) -> None:
         (["+task.layers=3"], ["An item is already at 'task.layers'"]),
         (["~sweep.params.seed"], ["sweep.params.seed"]),
         (["--bogus"], ["unrecognized arguments: --bogus"]),
+        (["--experimental-rerun", "config.pickle"], ["no code from data"]),
         (["--cfg", "everything"], ["invalid choice"]),
     ],
 )
@@ -345,6 +346,21 @@ def test_exit_codes(
     printed = capsys.readouterr()
     assert says in printed.err
     assert "Traceback" not in printed.err
+
+
+def test_what_only_the_data_show_has_its_source_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problems = [
+        Problem("batch_size", 64, "too large"),
+        Problem("task.x", 1, "odd"),
+        Problem("seed", 0, "odd", source="x"),
+    ]
+    assert codes(monkeypatch, tmp_path, ConfigError(problems)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1].endswith("config.yaml)")
+    assert lines[2].endswith("odd")
+    assert lines[3].endswith("(from x)")
 
 
 def test_a_fault_of_our_own_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

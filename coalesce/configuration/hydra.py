@@ -48,6 +48,7 @@ class Order:
         runs: the folder that run folders are made in.
         plan_only: print the plan and stop.
         yaml: the resolved configuration, for the run folder.
+        source: key → where its value stands, for problems that only the data show.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Order:
     runs: Path
     plan_only: bool
     yaml: str
+    source: Callable[[str], str]
 
 
 def read_order(config: DictConfig, node: HydraConf) -> Order:
@@ -103,7 +105,7 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         problems=problems,
     )
     text = OmegaConf.to_yaml(OmegaConf.create(whole))
-    return Order(sweep["name"], keys, tuple(experiments), trainer, runs, plan_only, text)
+    return Order(sweep["name"], keys, tuple(experiments), trainer, runs, plan_only, text, sources)
 
 
 def to_plain(node: Any, problems: list[Problem], key: str = "") -> Any:
