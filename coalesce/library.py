@@ -61,7 +61,6 @@ def sweep(
         "batch_size": batch_size,
         "seed": seed,
     }
-    given = {key: list(values) if isinstance(values, range) else values for key, values in (params or {}).items()}
-    experiments, keys = make_experiments(base, given, zip)
+    experiments, keys = make_experiments(base, params, zip)
     plan = make_plan("sweep", keys, experiments, rides, check_trainer(trainer))
     return results_frame(run(plan), keys, [experiment.id for experiment in experiments])

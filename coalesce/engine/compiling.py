@@ -15,7 +15,7 @@ Runner = Callable[..., Sequence[Tensor]]
 # The keyed draws are chains of some hundred integer operations whose values are used two or three times. The compiler
 # expands a value at each of its uses until the expression has this many operations, so that the time to compile them
 # grows like a power: 35 s at its default of 30 for the shuffle alone, 3 s here, and code as fast.
-_OPTIONS = {"realize_opcount_threshold": 4}
+_OPTIONS = {"realize_opcount_threshold": 10}
 
 _compiled: dict[str, Runner] = {}
 
@@ -45,7 +45,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
 
 def lift_constants(module: fx.GraphModule) -> list[Tensor]:
     """Turn the constants of a graph into further placeholders, and return their values in order."""
-    graph, values = module.graph, []
+    graph = module.graph
+    values: list[Tensor] = []
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     for node in list(graph.nodes):
         if node.op == "get_attr":

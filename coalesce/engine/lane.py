@@ -114,7 +114,7 @@ def riding_hyperparameters(rule: type[Rule], config: Mapping[str, Any]) -> dict[
     Returns:
         name, or ``name.index`` for an item of a tuple, → 0-d tensor. Booleans and None do not ride.
     """
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, spec in rule.hyper.items():
         value = config[name]
         if isinstance(spec.default, tuple):

@@ -95,9 +95,7 @@ class Plain:
 
     def _advance(self) -> None:
         template, config = self.template, self.experiment.config
-        position = self.step * self.experiment.batch_size + torch.arange(
-            self.experiment.batch_size, device=self.device
-        )
+        position = self.step * self.experiment.batch_size + torch.arange(self.experiment.batch_size, device=self.device)
         batch = self.data.batch("train", shuffled(self.key, position, self.data.sizes["train"]))
         self.model.train()
         self.model.zero_grad()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from coalesce.engine.objects import Path, differing, lookup, spell
 from coalesce.engine.rehearsal import Rehearsal, own_code, rehearse
-from coalesce.errors import ConfigError, Problem, TaskError
+from coalesce.errors import TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES, Optimizer, Schedule
 from coalesce.task import Data, Task
@@ -48,7 +48,6 @@ class Template:
         self.task, self.model = build(self.experiment)
         self.riding = self._find_riding()
         self.data = self._load_data()
-        self._check_batch_size()
         self.rehearsal: Rehearsal = rehearse(*build(self.experiment), self.data, self.experiment)
         named = dict(self.model.named_parameters())
         self.trained = tuple(n for n, p in named.items() if p.requires_grad and n not in self.rehearsal.unused)
@@ -114,13 +113,6 @@ class Template:
                 )
         return data
 
-    def _check_batch_size(self) -> None:
-        size, count = self.experiment.batch_size, self.data.sizes["train"]
-        if size > count:
-            raise ConfigError(
-                [Problem("batch_size", size, "larger than the training data", f"at most {count}, its number of samples")]
-            )
-
 
 def task_class(experiment: Experiment) -> type[Task]:
     """The class that an experiment's ``task._target_`` names."""
@@ -128,7 +120,7 @@ def task_class(experiment: Experiment) -> type[Task]:
     found: Any = import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def build(experiment: Experiment) -> tuple[Task, nn.Module]:
@@ -171,7 +163,7 @@ def _reads(task: Task) -> Iterator[set[str]]:
 
     def record(self: Task, name: str) -> Any:
         names.add(name)
-        return cls.__getattribute__(self, name)  # type: ignore[misc]
+        return cls.__getattribute__(self, name)
 
     # __slots__ and an unchanged layout, so that the instance may take the class for a while
     recording = type(cls.__name__, (cls,), {"__getattribute__": record, "__slots__": (), "__module__": cls.__module__})

@@ -1,7 +1,7 @@
 """Tracing: a Python function of tensors as a flat list of aten operations without mutation.
 
-The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx`, `functionalize`
-and the compiler's decomposition table. Tried on torch 2.13.0.
+The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx` and the
+compiler's decomposition table. Tried on torch 2.13.0.
 """
 
 from __future__ import annotations

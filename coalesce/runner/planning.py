@@ -53,7 +53,7 @@ def make_plan(
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        problems |= dict.fromkeys(_check_monitor(template, trainer))
+        problems |= dict.fromkeys(_check_batch_size(template) + _check_monitor(template, trainer))
         planned.append(plan_cohort(template, trainer))
     if problems:
         raise ConfigError(problems)
@@ -99,6 +99,14 @@ def _resolve(trainer: Trainer) -> tuple[Trainer, list[Problem]]:
     elif device == "cuda" and not torch.cuda.is_available():
         problems.append(Problem("trainer.device", device, "this torch sees no CUDA device", "auto or cpu"))
     return replace(trainer, device=device, threads=trainer.threads or torch.get_num_threads()), problems
+
+
+def _check_batch_size(template: Template) -> list[Problem]:
+    size, count = template.experiment.batch_size, template.data.sizes["train"]
+    if size <= count:
+        return []
+    valid = f"at most {count}, its number of samples"
+    return [Problem("batch_size", size, "larger than the training data", valid)]
 
 
 def _check_monitor(template: Template, trainer: Trainer) -> list[Problem]:
