@@ -23,9 +23,14 @@ WARMUP = {
 
 def _warmed(step: Tensor, hyper: SimpleNamespace, factor: Tensor) -> Tensor:
     # a lane without warm-up divides by 1, not by 0, in the branch that it does not take
-    share = step / torch.clamp(hyper.warmup, min=1)
+    share = _share(step, torch.clamp(hyper.warmup, min=1))
     rising = hyper.warmup_start + (1 - hyper.warmup_start) * share
     return torch.where(step < hyper.warmup, rising, factor)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    # the quotient of two integer tensors has torch's default dtype: float32, 1e-8 away from what Python computes
+    return part.to(torch.float64) / whole
 
 
 class Constant(Schedule):
@@ -55,6 +60,6 @@ class Cosine(Schedule):
     @classmethod
     def factor(cls, step: Tensor, steps: Tensor, hyper: SimpleNamespace) -> Tensor:
         length = torch.clamp(steps - hyper.warmup, min=1)
-        share = torch.clamp((step - hyper.warmup) / length, 0.0, 1.0)
+        share = torch.clamp(_share(step - hyper.warmup, length), 0.0, 1.0)
         falling = hyper.final + (1 - hyper.final) * (1 + torch.cos(math.pi * share)) / 2
         return _warmed(step, hyper, falling)
