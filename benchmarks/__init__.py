@@ -1,0 +1,1 @@
+"""Measurements. Each module is a command; its output is what docs/log.md quotes."""
