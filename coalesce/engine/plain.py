@@ -80,7 +80,7 @@ class Plain:
             with torch.no_grad(), Rules(self.key, self._count(self.step), {}):
                 found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
             for name in total:
-                total[name] += float(found[name]) * (stop - start)
+                total[name] += float(found[name].detach()) * (stop - start)
         return {name: [value / size] for name, value in total.items()}
 
     def state_dict(self, lane: int) -> dict[str, Tensor]:
@@ -107,6 +107,8 @@ class Plain:
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(before[name])
             return
+        # before the update: what the task returned may be a parameter itself
+        self.metrics = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
         loss.backward()
         named = dict(self.model.named_parameters())
         trained = [named[n] for n in self._trained()]
@@ -121,13 +123,14 @@ class Plain:
         with torch.no_grad():
             for name in self._trained():
                 param, grad = named[name], named[name].grad
-                assert grad is not None
+                if grad is None:
+                    # this step's loss had no use for it; torch.optim skips it too
+                    continue
                 new, slots = template.optimizer.update(param, grad, self.slots[name], hyper, self._count(self.step + 1))
                 # as in a lane: an entry that would break keeps its last value
                 kept = torch.isfinite(new)
                 sound = sound and bool(kept.all())
                 self.slots[name] = {n: torch.where(kept, v, self.slots[name][n]) for n, v in slots.items()}
                 param.copy_(torch.where(kept, new, param))
-        self.metrics = {"loss": loss.item(), **{n: float(v) for n, v in extras.items()}}
         self.alive = sound
         self.step += sound

@@ -69,9 +69,17 @@ def run(plan: Plan, listeners: Sequence[Listener] = (), job: int = 0) -> list[Re
             error = caught
             raise
         finally:
-            for listener in listeners:
-                listener.closed(error)
+            _close(listeners, error)
     return results
+
+
+def _close(listeners: Sequence[Listener], error: BaseException | None) -> None:
+    """Tell every listener that the run is over, though one of them fails at it."""
+    if listeners:
+        try:
+            listeners[0].closed(error)
+        finally:
+            _close(listeners[1:], error)
 
 
 class _CohortRun:
@@ -137,9 +145,12 @@ class _CohortRun:
         """Record what the lanes did since the last boundary, and take out those that ended."""
         busy = [(lane, slot) for lane, slot in enumerate(self.slots) if slot is not None]
         for lane, slot in busy:
-            self.totals.steps += reading.steps[lane] - slot.steps
-            slot.steps = reading.steps[lane]
-            self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
+            done = reading.steps[lane] - slot.steps
+            self.totals.steps += done
+            slot.steps += done
+            # a lane that broke at the first step since has nothing new to tell
+            if done:
+                self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
         ended = {lane for lane, slot in busy if not reading.alive[lane] or slot.steps >= slot.experiment.steps}
         due = [
             (lane, slot)
