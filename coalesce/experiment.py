@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +20,16 @@ def leaves(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``(dotted key, value)`` for every leaf; the items of lists count as keys (``betas.0``)."""
     if isinstance(config, Mapping) and config:
         for name, value in config.items():
-            yield from leaves(value, f"{key}.{name}" if key else str(name))
+            yield from leaves(value, _join(key, name))
     elif isinstance(config, Sequence) and not isinstance(config, str | bytes) and config:
         for index, value in enumerate(config):
-            yield from leaves(value, f"{key}.{index}" if key else str(index))
+            yield from leaves(value, _join(key, index))
     else:
         yield key, config
+
+
+def _join(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)
 
 
 def _canonical(value: Any) -> Any:
@@ -38,8 +41,10 @@ def _canonical(value: Any) -> Any:
         return value
     if isinstance(value, float):
         # -0.0 trains exactly as 0.0 does, so the two are one experiment
-        return {"float": repr(value + 0.0)} if math.isfinite(value) else {"float": str(value)}
-    raise TypeError(f"a configuration holds numbers, text, booleans, None, lists and mappings, not {type(value).__name__}")
+        return {"float": repr(float(value) + 0.0)}
+    raise TypeError(
+        f"a configuration holds numbers, text, booleans, None, lists and mappings, not {type(value).__name__}"
+    )
 
 
 def experiment_id(config: Mapping[str, Any], introduced: Mapping[str, Any] | None = None) -> str:
@@ -54,18 +59,29 @@ def experiment_id(config: Mapping[str, Any], introduced: Mapping[str, Any] | Non
         config: the six keys of ``KEYS``.
         introduced: dotted key → the default that it was introduced with, for keys younger than the first version.
     """
-    introduced = introduced or {}
-    kept: dict[str, Any] = {}
-    for top, value in config.items():
-        if isinstance(value, Mapping):
-            value = {
-                k: v for k, v in value.items() if f"{top}.{k}" not in introduced or introduced[f"{top}.{k}"] != v
-            }
-        elif top in introduced and introduced[top] == value:
-            continue
-        kept[top] = value
-    text = json.dumps([ID_RULE, _canonical(kept)], separators=(",", ":"), sort_keys=True)
+    text = _text([ID_RULE, _without(config, introduced or {})])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _text(value: Any) -> str:
+    return json.dumps(_canonical(value), separators=(",", ":"), sort_keys=True)
+
+
+def _without(config: Mapping[str, Any], introduced: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """The configuration without the younger keys that stand at their first default."""
+    kept: dict[str, Any] = {}
+    for name, value in config.items():
+        dotted = _join(key, name)
+        if dotted in introduced and _same(value, introduced[dotted]):
+            continue
+        kept[name] = _without(value, introduced, dotted) if isinstance(value, Mapping) else value
+    return kept
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether a value is a default as its author may have written it: 1 for 1.0, a tuple for a list."""
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (value, default))
+    return _text(value) == _text(default) or (numbers and bool(value == default))
 
 
 @dataclass(frozen=True)
@@ -126,13 +142,14 @@ def group(experiments: Iterable[Experiment], rides: Callable[[Experiment, str, A
         experiments: in any order; cohorts keep it, and are numbered by their first experiment.
         rides: ``rides(experiment, dotted key, value)`` says whether the leaf may differ within a graph. What
             rides must still ride everywhere: a float in one experiment and None in another splits.
+
+    Raises:
+        TypeError: a configuration holds what has no place in one.
     """
     cohorts: dict[str, list[tuple[Experiment, dict[str, Any]]]] = {}
     for experiment in experiments:
-        fixed, riding = {}, {}
-        for key, value in leaves(experiment.config):
-            (riding if rides(experiment, key, value) else fixed)[key] = value
-        shape = json.dumps([_canonical(fixed), sorted(riding)])
+        riding = {key: value for key, value in leaves(experiment.config) if rides(experiment, key, value)}
+        shape = _text([_fixed(experiment.config, riding), sorted(riding)])
         cohorts.setdefault(shape, []).append((experiment, riding))
     result = []
     for index, members in enumerate(cohorts.values()):
@@ -140,3 +157,14 @@ def group(experiments: Iterable[Experiment], rides: Callable[[Experiment, str, A
         differs = tuple(k for k in first if any(m[1][k] != first[k] for m in members[1:]))
         result.append(Cohort(index, tuple(e for e, _ in members), differs))
     return result
+
+
+def _fixed(config: Any, riding: Mapping[str, Any], key: str = "") -> Any:
+    """The configuration with None in place of every leaf that rides. A list and a mapping of its items differ."""
+    if key in riding:
+        return None
+    if isinstance(config, Mapping):
+        return {name: _fixed(value, riding, _join(key, name)) for name, value in config.items()}
+    if isinstance(config, list | tuple):
+        return [_fixed(value, riding, _join(key, index)) for index, value in enumerate(config)]
+    return config

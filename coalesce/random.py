@@ -122,6 +122,11 @@ def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
     the time to compile a small model's step. (An argsort of random words costs 100 ns per sample of the whole data
     set at each epoch, and a table in every lane; this costs 15 ns per sample of a batch.)
 
+    How even it is, by exact computation with ideal round functions: any two samples come in any two places with
+    probabilities within 0.2 % (total variation) of those of a fair shuffle at N=6, the worst size, 0.06 % at N=5,
+    and 1e-5 from N=20 on. When N is the square of an odd number, every round is an even permutation, so that the odd
+    ones never come up: all N-2 first places are even nevertheless.
+
     Args:
         key: (2,) int64.
         position: int64 of any shape: counts samples from the start of training, epoch after epoch.
@@ -152,7 +157,7 @@ def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A hash of the low 32 bits of x, x non-negative, to 32 bits."""
+    """A hash of the low 47 bits of x to 32 bits."""
     # The constants are odd and below 2**31, so that no product of 32-bit words leaves an int64.
     x = ((x ^ (x >> 15)) & _MASK) * 0x7FEB352D & _MASK
     x = (x ^ (x >> 13)) * 0x27D4EB2F & _MASK

@@ -59,9 +59,7 @@ class AdamW(Adam):
         return _moments(param, grad, state, hyper, step)
 
 
-def _moments(
-    param: Tensor, grad: Tensor, state: State, hyper: SimpleNamespace, step: Tensor
-) -> tuple[Tensor, State]:
+def _moments(param: Tensor, grad: Tensor, state: State, hyper: SimpleNamespace, step: Tensor) -> tuple[Tensor, State]:
     dtype = param.dtype
     beta1, beta2 = hyper.betas
     first = torch.lerp(state["exp_avg"], grad, (1 - beta1).to(dtype))

@@ -65,22 +65,28 @@ class Hyper:
             return [v for v, _ in checked], [p for _, found in checked for p in found]
         return self._number(key, value)
 
-    def _number(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return value, [Problem(key, value, "must be a number", self.valid())]
+    def _number(self, key: str, given: Any) -> tuple[Any, list[Problem]]:
+        def wrong(rule: str) -> tuple[Any, list[Problem]]:
+            return given, [Problem(key, given, rule, self.valid())]
+
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            return wrong("must be a number")
+        value: int | float
+        try:
+            value = float(given)
+        except OverflowError:  # an integer that no float can hold
+            value = math.inf
         if not math.isfinite(value):
-            return value, [Problem(key, value, "must be finite", self.valid())]
+            return wrong("must be finite")
         if self.length:
-            if value != int(value):
-                return value, [Problem(key, value, "must be a whole number of steps", self.valid())]
-            value = int(value)
-        else:
-            value = float(value)
+            value = int(given)
+            if value != given:
+                return wrong("must be a whole number of steps")
+            if not -(2**63) <= value < 2**63:
+                return wrong("must fit into 64 bits")
         below = value <= self.low if self.open_low else value < self.low
         above = value >= self.high if self.open_high else value > self.high
-        if below or above:
-            return value, [Problem(key, value, "out of range", self.valid())]
-        return value, []
+        return wrong("out of range") if below or above else (value, [])
 
 
 class Rule:
