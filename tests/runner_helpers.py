@@ -86,7 +86,8 @@ class Net(coalesce.Task):
 
     def model(self) -> nn.Module:
         norm = [nn.BatchNorm1d(self.hidden)] if self.norm else []
-        ends = nn.Linear(4, self.hidden), nn.Linear(self.hidden, 1)
+        # no bias in front of the norm: its gradient is zero but for rounding, which Adam would make steps of
+        ends = nn.Linear(4, self.hidden, bias=not self.norm), nn.Linear(self.hidden, 1)
         return nn.Sequential(ends[0], *norm, nn.Tanh(), nn.Dropout(self.dropout), ends[1]).to(self.dtype)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
