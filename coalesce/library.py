@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coalesce.configuration import check_trainer, make_experiments, rides
+from coalesce.errors import ConfigError, Problem
+from coalesce.runner.plan import Trainer
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
 from coalesce.store.frames import results_frame
@@ -61,6 +63,12 @@ def sweep(
         "batch_size": batch_size,
         "seed": seed,
     }
-    experiments, keys = make_experiments(base, params, zip)
-    plan = make_plan("sweep", keys, experiments, rides, check_trainer(trainer))
+    problems: tuple[Problem, ...] = ()
+    settings = Trainer()
+    try:
+        settings = check_trainer(trainer)
+    except ConfigError as error:
+        problems = error.problems
+    experiments, keys = make_experiments(base, params, zip, problems=problems)
+    plan = make_plan("sweep", keys, experiments, rides, settings)
     return results_frame(run(plan), keys, [experiment.id for experiment in experiments])

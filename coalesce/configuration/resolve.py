@@ -13,6 +13,7 @@ from coalesce.errors import Problem, nearest
 from coalesce.experiment import KEYS, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.optim.base import Rule
+from coalesce.task import Task
 
 #: Which rules a section names.
 RULES: dict[str, Mapping[str, type[Rule]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
@@ -84,6 +85,8 @@ class Resolver:
         config = {"_target_": config} if isinstance(config, str | type) else config
         if not isinstance(config, Mapping) or "_target_" not in config:
             rule = "must name the task class under _target_"
+            if isinstance(config, Task):
+                rule = "is an object; give the class, and its arguments in a mapping"
             return config, {}, [Problem("task", config, rule, "a mapping of _target_ and the constructor's arguments")]
         target = config["_target_"]
         if target not in self._tasks:

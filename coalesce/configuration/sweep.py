@@ -252,6 +252,6 @@ def _without_duplicates(experiments: list[Experiment]) -> list[Experiment]:
             f"the sweep names {len(again)} experiment{'s' if len(again) > 1 else ''} more than once; "
             f"each runs once: {names}{more}",
             DuplicateExperimentWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return list(unique.values())
