@@ -1,21 +1,20 @@
-"""What the compiled step of `sweep=lr_grid` costs: processor time to compile it, and per step, on one thread.
+"""What the compiled step of `sweep=lr_grid` costs, for several settings of one option of the compiler.
 
-    python -m benchmarks.step [--lanes 64] [--steps 20] [--realize 4 10 30]
+    python -m benchmarks.step [--lanes 64] [--threads 1] [--realize 4 10 30]
 
-Each setting compiles from an empty cache in a process of its own, one after the other. Processor time rather than
-wall time, so that other work on the machine disturbs it less; compare the rows of one run only.
+Processor seconds to trace and compile from an empty cache, and milliseconds per step. The settings' steps are timed in
+turns, so that whatever else the machine does disturbs them alike.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import resource
-import subprocess
-import sys
+import statistics
 import time
 
 import torch
+import torch._inductor.config
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +24,7 @@ from coalesce.engine.lanes import Lanes
 from coalesce.engine.template import Template
 from coalesce.experiment import group
 
-ROUNDS = 10
+ROUNDS, STEPS = 15, 10
 
 
 def processor_s() -> float:
@@ -34,56 +33,43 @@ def processor_s() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def measure(lanes: int, steps: int, realize: int) -> tuple[float, float, float]:
-    """Seconds to compile, and milliseconds per step: the best and the median of the rounds."""
-    torch.set_num_threads(1)
-    compiling._OPTIONS["realize_opcount_threshold"] = realize
+def build(lanes: int, realize: int) -> tuple[Lanes, float]:
+    """The lanes of the sweep, compiled anew, and the processor seconds that it took."""
     base = {"task": "coalesce.tasks.Digits", "optimizer": "adamw", "schedule": "cosine"}
-    base |= {"steps": 10**6, "batch_size": 64, "seed": 0}
-    experiments, _ = make_experiments(base, {"seed": range(lanes)})
+    experiments, _ = make_experiments({**base, "steps": 10**6, "batch_size": 64, "seed": 0}, {"seed": range(lanes)})
     (cohort,) = group(experiments, rides)
     stack = Lanes(Template(cohort), lanes)
     for lane, experiment in enumerate(experiments):
         stack.fill(lane, experiment)
+    compiling._compiled.clear()
+    compiling._OPTIONS["realize_opcount_threshold"] = realize
     started = processor_s()
     stack.prepare_step()
-    compile_s = processor_s() - started
-    stack.advance(steps)
-    times = []
-    for _ in range(ROUNDS):
-        started = time.process_time()
-        stack.advance(steps)
-        times.append((time.process_time() - started) / steps * 1e3)
-    return compile_s, min(times), sorted(times)[len(times) // 2]
+    return stack, processor_s() - started
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lanes", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20, help="per round")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--realize", type=int, nargs="+", default=[compiling._OPTIONS["realize_opcount_threshold"]])
     options = parser.parse_args()
-    if os.environ.get("COALESCE_BENCHMARK_CHILD"):
-        print(*measure(options.lanes, options.steps, options.realize[0]))
-        return
-    table = Table("realize_opcount_threshold", "compile, s", "step, ms (best)", "(median)", "µs per lane and step")
-    environment = os.environ | {"COALESCE_BENCHMARK_CHILD": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    for realize in options.realize:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.step",
-            "--lanes",
-            str(options.lanes),
-            "--steps",
-            str(options.steps),
-        ]
-        command += ["--realize", str(realize)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        compile_s, best, median = map(float, done.stdout.split())
-        table.add_row(
-            str(realize), f"{compile_s:.1f}", f"{best:.2f}", f"{median:.2f}", f"{best / options.lanes * 1e3:.0f}"
-        )
+    torch.set_num_threads(options.threads)
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+        # the first compilation of a process probes the processor
+        build(2, options.realize[0])
+        built = [build(options.lanes, realize) for realize in options.realize]
+    times: list[list[float]] = [[] for _ in built]
+    for _ in range(ROUNDS):
+        for (stack, _), taken in zip(built, times, strict=True):
+            started = time.perf_counter()
+            stack.advance(STEPS)
+            taken.append((time.perf_counter() - started) / STEPS)
+    table = Table("realize at", "compile, s", "step, ms (best)", "(median)", "µs per lane")
+    for realize, (_, compile_s), taken in zip(options.realize, built, times, strict=True):
+        best, median = min(taken), statistics.median(taken)
+        row = (f"{compile_s:.1f}", f"{best * 1e3:.2f}", f"{median * 1e3:.2f}", f"{best / options.lanes * 1e6:.0f}")
+        table.add_row(str(realize), *row)
     Console().print(table)
 
 
