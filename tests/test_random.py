@@ -218,7 +218,6 @@ def test_lanes_draw_what_they_draw_alone(width: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 def test_compiled_code_draws_the_same() -> None:
     # products of words wrap the sign of an int64, which C++ leaves undefined: what the compiler makes of it is tested
     generator = torch.Generator().manual_seed(0)

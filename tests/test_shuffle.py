@@ -244,7 +244,6 @@ def test_no_two_epochs_and_no_two_seeds_are_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 def test_compiled_code_shuffles_the_same() -> None:
     keys = torch.stack([key_of(seed) for seed in (0, 5, 2**63 - 1)])
     positions = torch.randint(0, 2**62, (3, 999), generator=torch.Generator().manual_seed(0))
