@@ -87,8 +87,11 @@ def _run_hydra(arguments: list[str], overrides: list[str]) -> int:
         with _environment(FULL_ERROR, "1"):
             hydra.main(version_base="1.3", config_path=folder, config_name="config")(app)()
     except SystemExit as stop:
+        if codes:
+            # the user's own code ended the process; Python prints what it had to say
+            raise
         # argparse refuses with 2; help, --version and the like end with 0
-        return codes[0] if codes else (stop.code if isinstance(stop.code, int) else DONE)
+        return stop.code if isinstance(stop.code, int) else DONE
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         if codes or full_error == "1":
             raise

@@ -1,0 +1,426 @@
+"""The command line from a task in the user's own folder to the files that it leaves behind.
+
+Oracle: what the issue and DESIGN.md promise of exit codes, messages and the run folder; stock PyTorch for what the
+kept weights compute. Most commands run in this process, in an empty folder; what only a process shows (signals, what
+a pipe sees) runs as one. Nothing is compiled but in one test.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import coalesce
+import coalesce.__main__ as command_line
+from coalesce.report.progress import ProgressView
+from coalesce.runner.listener import Progress
+from coalesce.store.read import load_history, load_weights
+
+ROOT = Path(coalesce.__file__).parent.parent
+
+TASK = """
+import coalesce
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Mine(coalesce.Task):
+    def __init__(self, hidden: int = 8, scale: float = 1.0, dropout: float = 0.0):
+        self.hidden, self.scale, self.dropout = hidden, scale, dropout
+
+    def data(self):
+        x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+        y = x.sum(1).gt(0).long()
+        return coalesce.Data(train=(x[:40], y[:40]), val=(x[40:], y[40:]))
+
+    def model(self):
+        return nn.Sequential(
+            nn.Linear(4, self.hidden), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.hidden, 2)
+        )
+
+    def loss(self, model, batch):
+        x, y = batch
+        return self.scale * F.cross_entropy(model(x), y)
+
+    def metrics(self, model, batch):
+        x, y = batch
+        return {"loss": F.cross_entropy(model(x), y), "accuracy": (model(x).argmax(1) == y).float().mean()}
+
+
+class Picky(Mine):
+    def model(self):
+        if self.scale > 2:
+            raise ValueError("no such model")
+        return super().model()
+
+
+class Raises(Mine):
+    def loss(self, model, batch):
+        x, y = batch
+        return F.cross_entropy(model(x), y[:3])
+
+
+class Stateless(Mine):
+    def data(self):
+        raise FileNotFoundError("nothing.csv")
+
+
+class Measures(Mine):
+    def metrics(self, model, batch):
+        return {"accuracy": model(batch[0]).shape[7]}
+
+
+class Constructs(Mine):
+    def __init__(self, hidden: int = 8):
+        raise OSError("[red]no[/red] constructor")
+
+
+class Labels(Mine):
+    def data(self):
+        x = torch.zeros(40, 4)
+        y = torch.zeros(40, dtype=torch.long)
+        y[33] = 2
+        return coalesce.Data(train=(x, y), val=(x, y))
+
+
+class NotFinite(Mine):
+    def data(self):
+        x = torch.zeros(40, 4)
+        x[7, 1] = torch.nan
+        return coalesce.Data(train=(x, torch.zeros(40, dtype=torch.long)))
+
+
+class Exits(Mine):
+    def data(self):
+        raise SystemExit("no data in this folder")
+
+
+class Pair(coalesce.Task):
+    def data(self):
+        return coalesce.Data(train=(torch.ones(4, 2), torch.zeros(4, 1)), val=(torch.ones(2, 2), torch.zeros(2, 1)))
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    def metrics(self, model, batch):
+        return {"loss": self.loss(model, batch)}
+"""
+
+#: A quick run of the user's task.
+QUICK = ["task=custom", "steps=20", "batch_size=8", "trainer.every=5", "trainer.evaluate_every=10"]
+EAGER = "trainer.compile=false"
+ALONE = "trainer.stack=false"
+
+
+class Folder:
+    """A user's folder with ``mytask.py`` in it, and the command run there."""
+
+    def __init__(self, path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+        self.path = path
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, name: str, *arguments: str, quick: bool = True) -> tuple[int, str, str]:
+        """Train the class of this name; exit code, stdout, stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["coalesce", *self.arguments(name, *arguments, quick=quick)])
+        code = command_line.main()
+        return (code, *self._capsys.readouterr())
+
+    @staticmethod
+    def arguments(name: str, *arguments: str, quick: bool = True) -> list[str]:
+        return [*(QUICK if quick else ()), f"task._target_=mytask.{name}", *arguments]
+
+    def process(self, name: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        """The same as a process of its own, its output in pipes."""
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options}
+        command = [sys.executable, "-m", "coalesce", *self.arguments(name, *arguments)]
+        return subprocess.Popen(
+            command, cwd=self.path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    def write(self, name: str, text: str) -> None:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def files(self) -> set[str]:
+        """Everything below the folder that was not there at the start."""
+        found = {str(p.relative_to(self.path)) for p in self.path.rglob("*") if "__pycache__" not in p.parts}
+        return found - {"mytask.py"}
+
+    def run(self) -> Path:
+        """The only run folder."""
+        (found,) = self.path.glob("runs/*/*")
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
+    (tmp_path / "mytask.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield Folder(tmp_path, capsys, monkeypatch)
+    sys.modules.pop("mytask", None)
+
+
+SWEEP = "sweep.params={optimizer.lr: [1e-2, 3e-2], task.scale: [0.5, 1], seed: range(2)}"
+
+
+def test_a_task_in_an_empty_folder_compiled(folder: Folder) -> None:
+    """The whole way as a process, compiled; and the same uncompiled."""
+    process = folder.process("Mine", SWEEP, "sweep.name=my sweep", "trainer.weights=true")
+    out, err = process.communicate(timeout=300)
+    assert (process.returncode, err) == (0, "")
+    # a file or a pipe gets plain lines
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out)
+    assert "single" not in out
+    assert re.search(r"^ *\d+%: cohort 1 of 1, 8/8 lanes, [\d,.]+ steps/s, [\d,.e]+ experiments/h", out, re.MULTILINE)
+    assert re.search(r"^Best experiment: [0-9a-f]{12} \(optimizer.lr=0.0[13], task.scale=", out, re.MULTILINE)
+    assert "8 of 8 experiments, 8 finished" in out
+    # what is left behind: all of it in the run folder, none of Hydra's
+    run = folder.run()
+    assert run.parent.name == "my_sweep"
+    frame = coalesce.load(run)
+    top = {"runs", "runs/my_sweep", str(run.relative_to(folder.path))}
+    names = ["config.yaml", "environment.json", "history.parquet", "log.txt", "metrics", "plan.json", "results"]
+    names += ["results.csv", "results.parquet", "results/part-00000.parquet", "weights"]
+    names += [f"weights/{name}.safetensors" for name in frame["experiment"]]
+    inside = {str((run / name).relative_to(folder.path)) for name in names}
+    assert {f for f in folder.files() if "/metrics/" not in f} == top | inside
+    # the last line can be typed
+    (call,) = re.findall(r"^Read them: +(coalesce\.load\(.*\))$", out, re.MULTILINE)
+    pd.testing.assert_frame_equal(eval(call, {"coalesce": coalesce}), frame)
+    check_csv(run, frame)
+    assert list(zip(frame["optimizer.lr"], frame["task.scale"], frame["seed"], strict=True)) == [
+        (lr, scale, seed) for lr in (0.01, 0.03) for scale in (0.5, 1.0) for seed in (0, 1)
+    ]
+    # the same experiments, uncompiled: the same ids, the numbers of 20 float32 steps to rounding
+    code, _, _ = folder("Mine", SWEEP, EAGER, "sweep.name=eager")
+    assert code == 0
+    (other,) = (folder.path / "runs" / "eager").iterdir()
+    eager = coalesce.load(other)
+    assert list(eager["experiment"]) == list(frame["experiment"])
+    for name in ("train/loss", "val/loss"):
+        np.testing.assert_allclose(eager[name], frame[name], rtol=1e-4, atol=1e-6)
+
+
+def check_csv(run: Path, frame: pd.DataFrame) -> None:
+    """The CSV holds the frame's values, each with every digit."""
+    text = pd.read_csv(run / "results.csv", dtype=str, keep_default_na=False)
+    assert list(text.columns) == list(frame.columns)
+    assert len(text) == len(frame)
+    for name in frame.columns:
+        for written, value in zip(text[name], frame[name], strict=True):
+            if pd.isna(value):
+                assert written == "", name
+            elif isinstance(value, float):
+                assert float(written) == value, name
+            else:
+                assert written == str(value), name
+
+
+def test_configurations_of_ones_own(folder: Folder) -> None:
+    folder.write("my_conf/task/mine.yaml", "_target_: mytask.Mine\nhidden: 5\nscale: 1.0\ndropout: 0.1\n")
+    folder.write(
+        "my_conf/sweep/my_rates.yaml",
+        "# @package _global_\ndefaults:\n  - override /task: mine\n  - override /optimizer: sgd\n"
+        "steps: 10\nbatch_size: 8\ntrainer:\n  monitor: val/loss\n  mode: min\n  stack: false\n"
+        "sweep:\n  params:\n    optimizer.lr: ${logspace:1e-2,1,3}\n    task.dropout: [0, 0.5]\n",
+    )
+    folder._monkeypatch.setattr(sys, "argv", ["coalesce", "--config-dir", "my_conf", "sweep=my_rates"])
+    assert command_line.main() == 0
+    frame = coalesce.load(folder.run())
+    assert folder.run().parent.name == "my_rates"
+    assert list(frame["optimizer.lr"]) == [0.01, 0.01, 0.1, 0.1, 1.0, 1.0]
+    assert list(frame["task.dropout"]) == [0.0, 0.5] * 3
+    assert "hidden: 5" in (folder.run() / "config.yaml").read_text()
+
+
+def test_case_3_the_weights_reach_the_users_module(folder: Folder) -> None:
+    """2 x Linear(2, 1), Adam at 0.05, constant input, 20 steps: the kept weights give the row's loss in a plain
+    module, and the module that the task builds anew is not touched."""
+    code, _, _ = folder(
+        "Pair", "optimizer=adam", "optimizer.lr=0.05", "batch_size=4", "seed=0", "sweep.params.seed=[0,1]", EAGER,
+        "trainer.weights=true", "trainer.monitor=val/loss", "trainer.mode=min", "schedule=constant",
+    )  # fmt: skip
+    assert code == 0
+    frame = coalesce.load(folder.run())
+    x, y = torch.ones(4, 2), torch.zeros(4, 1)
+    for seed, experiment, loss in zip(frame["seed"], frame["experiment"], frame["val/loss"], strict=True):
+        kept = load_weights(folder.run(), experiment)
+        module = nn.Linear(2, 1)
+        module.load_state_dict(kept)
+        assert F.mse_loss(module(x), y).item() == pytest.approx(loss, abs=1e-6)
+        # and it is what torch.optim makes of the same start
+        torch.manual_seed(seed)
+        plain = nn.Linear(2, 1)
+        start = {name: value.clone() for name, value in plain.state_dict().items()}
+        optimizer = torch.optim.Adam(plain.parameters(), lr=0.05)
+        for _ in range(20):
+            optimizer.zero_grad()
+            F.mse_loss(plain(x), y).backward()
+            optimizer.step()
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(kept[name], value, rtol=0, atol=1e-6)
+            assert not torch.equal(kept[name], start[name]), "training must have moved it"
+
+
+def test_case_38_curves(folder: Folder) -> None:
+    code, _, _ = folder(
+        "Mine", "sweep.params={seed: range(4), optimizer.lr: [0.1, 0.01]}", "steps=50", "trainer.every=10",
+        "trainer.evaluate_every=10", EAGER,
+    )  # fmt: skip
+    assert code == 0
+    history, frame = load_history(folder.run()), coalesce.load(folder.run())
+    assert not history.duplicated(["experiment", "step", "metric"]).any()
+    curves = history[history["metric"] == "val/loss"].merge(frame[["experiment", "seed", "optimizer.lr"]])
+    assert len(curves) == 8 * 5
+    assert set(curves["step"]) == {10, 20, 30, 40, 50}
+    spread = curves.groupby(["optimizer.lr", "step"])["value"].agg(["mean", "std", "count"])
+    assert (spread["count"] == 4).all()
+    assert (spread["std"] > 0).all()
+    last = curves[curves["step"] == 50].set_index("experiment")["value"]
+    assert (last[frame["experiment"]].to_numpy() == frame["val/loss"].to_numpy()).all()
+
+
+def test_a_failed_experiment_costs_its_row_and_the_exit_code(folder: Folder) -> None:
+    code, out, err = folder("Picky", "sweep.params.task.scale=[1.0,2.0,3.0,1.5]", ALONE)
+    assert (code, err) == (1, "")
+    frame = coalesce.load(folder.run())
+    assert list(frame["status"]) == ["finished", "finished", "failed", "finished"]
+    assert "ValueError: no such model" in frame["message"][2]
+    assert "Failed: 1 of 4 experiments" in out
+    assert 'raise ValueError("no such model")' in out
+    check_csv(folder.run(), frame)
+
+
+def test_a_diverged_experiment_is_no_failure(folder: Folder) -> None:
+    code, out, err = folder("Mine", "sweep.params.task.scale=[1.0,1e39]", "optimizer=sgd", ALONE)
+    assert (code, err) == (0, "")
+    frame = coalesce.load(folder.run())
+    assert list(frame["status"]) == ["finished", "diverged"]
+    assert "Diverged: 1 of 2 experiments" in out
+    assert "at step 1" in out
+
+
+def test_a_plan_writes_nothing(folder: Folder) -> None:
+    code, out, err = folder("Mine", "sweep.params={task.hidden: [4, 8], seed: range(3)}", "plan=true")
+    assert (code, err) == (0, "")
+    assert "6 experiments in 2 cohorts, 120 steps in all" in out
+    assert "of memory at most" in out
+    assert folder.files() == set()
+
+
+def test_the_same_experiment_twice_is_one_row(folder: Folder) -> None:
+    code, _, err = folder("Mine", "sweep.params.seed=[3,3]", ALONE)
+    assert code == 0
+    assert err.count("warning:") == 1
+    assert len(coalesce.load(folder.run())) == 1
+
+
+def test_a_second_run_gets_a_folder_of_its_own(folder: Folder) -> None:
+    assert folder("Mine", ALONE)[0] == folder("Mine", ALONE)[0] == 0
+    first, second = sorted(folder.path.glob("runs/single/*"))
+    apart = ["seconds"]
+    pd.testing.assert_frame_equal(coalesce.load(first).drop(columns=apart), coalesce.load(second).drop(columns=apart))
+
+
+# refused before anything is written
+
+
+@pytest.mark.parametrize(
+    ("name", "says", "line"),
+    [
+        ("Raises", "Raises.loss() raised ValueError: ", "return F.cross_entropy(model(x), y[:3])"),
+        ("Stateless", "data() raised FileNotFoundError: nothing.csv", 'raise FileNotFoundError("nothing.csv")'),
+        ("Measures", "Measures.metrics() raised IndexError", 'return {"accuracy": model(batch[0]).shape[7]}'),
+        ("Constructs", "OSError: [red]no[/red] constructor", 'raise OSError("[red]no[/red] constructor")'),
+    ],
+)
+def test_the_users_own_line(folder: Folder, name: str, says: str, line: str) -> None:
+    code, out, err = folder(name, EAGER)
+    assert (code, out) == (1, "")
+    assert says in err
+    where, source = err.splitlines()[-2:]
+    number = [text.strip() for text in TASK.splitlines()].index(line) + 1
+    assert where.startswith(f'  File "{folder.path / "mytask.py"}", line {number}, in ')
+    assert source.strip() == line
+    # no traceback, and none of our own files
+    assert "Traceback" not in err
+    assert str(ROOT / "coalesce") not in err
+    assert folder.files() == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("Labels", [], ["task.data.train=2: label out of range", "33", "0 to 1", "task.data.val=2"]),
+        ("NotFinite", [], ["task.data.train.0=nan: must be finite", "(7, 1)"]),
+        ("Mine", ["batch_size=41"], ["batch_size=41: larger than the training data", "at most 40", "command line"]),
+        (
+            "Mine",
+            ["batch_size=41", "trainer.monitor=val/acuracy"],
+            ["2 problems", "batch_size=41", "trainer.monitor='val/acuracy'", "did you mean 'val/accuracy'?"],
+        ),
+        ("Mine", ["sweep.params.batch_size=[8,99]"], ["batch_size=99", "(from command line)"]),
+        ("Mine", ["runs=mytask.py"], ["runs='mytask.py'", "is a file"]),
+        ("Mine", ["runs=/proc/nowhere", "steps=-1"], ["2 problems", "runs='/proc/nowhere'", "steps=-1"]),
+        ("Mien", [], ["mytask has no 'Mien'", "did you mean 'Mine'?"]),
+        ("Mine", ["task.hiden=3"], ["did you mean 'hidden'?"]),
+        ("Mine", ["task.hidden=3.5"], ["task.hidden=3.5: must be an integer"]),
+    ],
+    ids=lambda value: " ".join(value) or "-" if isinstance(value, list) else value,
+)
+def test_what_is_refused(folder: Folder, name: str, arguments: list[str], says: list[str]) -> None:
+    code, out, err = folder(name, *(f"++{a}" if a.startswith("task.") else a for a in arguments))
+    assert (code, out) == (2, "")
+    assert all(part in err for part in says), err
+    assert "Traceback" not in err
+    assert folder.files() == set()
+
+
+def test_a_task_that_ends_the_process_says_so(folder: Folder) -> None:
+    """sys.exit in the user's own code: his message and his exit code, not our silence."""
+    with pytest.raises(SystemExit) as caught:
+        folder("Exits")
+    assert caught.value.code == "no data in this folder"
+    assert folder.files() == set()
+
+
+# interrupted
+
+
+def test_an_interrupt_keeps_what_is_done(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while the second experiment trains."""
+
+    def interrupt(self: ProgressView, progress: Progress) -> None:
+        if progress.experiments == 1 and progress.lanes == 1 and progress.steps > 20:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ProgressView, "advanced", interrupt)
+    code, out, err = folder("Mine", "sweep.params.steps=[20,10000000]", ALONE)
+    assert (code, err) == (130, "interrupted\n")
+    assert "broke off (KeyboardInterrupt)" in out
+    assert "1 of 2 experiments, 1 finished" in out
+    frame = coalesce.load(folder.run())
+    assert list(frame["steps_done"]) == [20]
+    history = load_history(folder.run())
+    # what was measured of the other one is kept as well
+    assert history["experiment"].nunique() == 2
+    assert "broke off (KeyboardInterrupt" in (folder.run() / "log.txt").read_text()
