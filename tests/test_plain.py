@@ -26,9 +26,7 @@ ROOT = Path(coalesce.__file__).parent.parent
 
 #: What the two must agree about: everything that a step is made of.
 WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "dropout": {"params": {"task.dropout": [0.0, 0.2, 0.5]}},
-    "scale": {"params": {"task.scale": [0.5, 1.0, 2.0]}},
+    "riding": {"params": {"task.dropout": [0.0, 0.2, 0.5], "task.scale": [0.5, 1.0]}},
     "clipped": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "clip_norm": 0.2}},
     "norm": {"arguments": {"norm": True}, "optimizer": "adam"},
     "all": {
@@ -83,10 +81,10 @@ def test_the_plain_loop_equals_the_lanes(way: str) -> None:
 
 
 def test_the_plain_loop_equals_the_lanes_in_float32() -> None:
-    """The same differences in float32: some 1e-7 a step, and 30 steps of Adam carry them on; far from the 1e-2 that
-    one different dropout mask makes."""
-    found = differences(*both("all", double=False))
-    assert all(value < 1e-4 for value in found.values()), found
+    """The same differences in float32: some 1e-7 a step, carried on over 30 steps; far from the 1e-2 that one
+    different dropout mask makes."""
+    found = differences(*both("riding", double=False))
+    assert all(value < 1e-5 for value in found.values()), found
 
 
 def test_divergence_is_the_same() -> None:
