@@ -14,7 +14,7 @@ from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import Cohort, Experiment, group
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
 
-#: Most lanes that ``trainer.width=auto`` takes. Beyond, a small model gains nothing more on two cores.
+#: Most lanes that ``trainer.width=auto`` takes: a plain bound, as long as widths are not chosen by measuring.
 AUTO_WIDTH = 128
 
 #: Fewest lanes that it takes. The compiler's kernels for one lane differ from those for more in the last bit, so
