@@ -43,7 +43,8 @@ class ToyW(coalesce.Task):
         self.splits, self.blind = splits, blind
 
     def data(self) -> coalesce.Data:
-        return coalesce.Data(**{split: (torch.ones(1, dtype=torch.float64),) for split in self.splits.split()})
+        splits: dict[str, Any] = {split: (torch.ones(1, dtype=torch.float64),) for split in self.splits.split()}
+        return coalesce.Data(**splits)
 
     def model(self) -> nn.Module:
         return Weight()
@@ -82,7 +83,8 @@ class Net(coalesce.Task):
             return x.to(self.dtype), y.to(self.dtype)
 
         sizes = {"train": 64, "val": 20, "test": 12}
-        return coalesce.Data(**{name: split(sizes[name]) for name in self.splits.split()})
+        splits: dict[str, Any] = {name: split(sizes[name]) for name in self.splits.split()}
+        return coalesce.Data(**splits)
 
     def model(self) -> nn.Module:
         norm = [nn.BatchNorm1d(self.hidden)] if self.norm else []

@@ -37,8 +37,7 @@ class Weighted(ToyW):
 
 def row(frame: pd.DataFrame, number: int) -> dict[str, Any]:
     """A row without what tells where it ran."""
-    found: dict[str, Any] = frame.drop(columns=[*WHERE, "message"]).iloc[number].to_dict()
-    return found
+    return {str(name): value for name, value in frame.drop(columns=[*WHERE, "message"]).iloc[number].items()}
 
 
 # cases
@@ -269,7 +268,7 @@ def test_what_is_no_task(task: Any, says: str) -> None:
 def test_a_failing_task_raises_or_costs_its_row() -> None:
     with pytest.raises(TaskError, match="no model for 5"):
         coalesce.sweep({"_target_": Picky, "scale": 5.0}, **{**ONE, "monitor": "val/loss"})
-    options = {"steps": 2, "batch_size": 8, "stack": False, "monitor": "val/loss"}
+    options: dict[str, Any] = {"steps": 2, "batch_size": 8, "stack": False, "monitor": "val/loss"}
     frame = coalesce.sweep(Picky, {"task.scale": [1.0, 2.0, 5.0]}, **options)
     assert list(frame["status"]) == ["finished", "finished", "failed"]
     assert "no model for 5" in frame["message"][2]

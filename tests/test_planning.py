@@ -31,7 +31,7 @@ class Classes(ToyMlp):
         self.split, self.sample, self.label = split, sample, label
 
     def data(self) -> coalesce.Data:
-        splits = {}
+        splits: dict[str, Any] = {}
         for name in ("train", "val"):
             x, y = super().data().batch(name, torch.arange(17))
             if name == self.split:

@@ -31,7 +31,7 @@ def w_after(steps: int, rate: float) -> float:
 # lanes over time
 
 
-QUEUE = {"optimizer.lr": [0.3, 0.1, 0.03, 0.01, 0.003], "steps": [13, 20], "task.dropout": [0.3]}
+QUEUE: dict[str, Any] = {"optimizer.lr": [0.3, 0.1, 0.03, 0.01, 0.003], "steps": [13, 20], "task.dropout": [0.3]}
 NORM = {"norm": True}
 
 
@@ -180,11 +180,11 @@ def test_best_is_the_highest_or_the_lowest() -> None:
     assert [r.best_step for r in highest.in_order()] == [2, 10]
     lowest = ran(ToyW, params, mode="min", **kept)
     assert [r.best_step for r in lowest.in_order()] == [10, 1]
-    for ran_, pick in ((highest, max), (lowest, min)):
-        best = ran_.told.progress[-1].best
-        assert best is not None
-        assert best[0] == pick(r.best["val/score"] for r in ran_.results)
-        assert ran_.of(best[1]).best["val/score"] == best[0]
+    for done, pick in ((highest, max), (lowest, min)):
+        told = done.told.progress[-1].best
+        assert told is not None
+        assert told[0] == pick(r.best["val/score"] for r in done.results)
+        assert done.of(told[1]).best["val/score"] == told[0]
 
 
 def test_of_equal_values_the_first_is_the_best() -> None:
