@@ -168,12 +168,15 @@ def _refuse(text: str) -> int:
 
 def _lines(error: Exception, overrides: list[str]) -> Iterator[str]:
     """A refusal of Hydra's, in a few lines, with the nearest name where a name is unknown."""
+    from coalesce.configuration.hydra import GLOBAL
     from coalesce.experiment import KEYS
 
     seen = str(error).strip() or (str(error.__cause__) if error.__cause__ else type(error).__name__)
     yield seen
     if error.__cause__ is not None and str(error.__cause__).splitlines()[0] not in seen:
         yield str(error.__cause__).splitlines()[0]
+    if "Could not override" in seen and "@" in seen:
+        yield f"A file of one group chooses options of others only if its first line is {GLOBAL!r}."
     folder = conf_folder()
     groups = {
         path.name: [file.stem for file in sorted(path.glob("*.yaml"))] for path in folder.iterdir() if path.is_dir()

@@ -210,6 +210,15 @@ def test_files_that_yaml_cannot_read(cli: CommandLine) -> None:
     assert "broken.yaml" in cli.refused("--config-dir", "my", "sweep=broken")
 
 
+@pytest.mark.parametrize("text", ["sweep:\n  params: {seed: [1, 2]}\n", "defaults:\n  - override /task: digits\n"])
+def test_a_file_that_forgets_where_its_keys_belong(cli: CommandLine, text: str) -> None:
+    # also where the line is there, but not the first one
+    for head in ("", "# my_conf/sweep/mine.yaml\n# @package _global_\n"):
+        cli.write("my_conf/sweep/mine.yaml", head + text)
+        assert "first line" in (said := cli.refused("--config-dir", "my_conf", "sweep=mine"))
+        assert "'# @package _global_'" in said
+
+
 def test_a_key_swept_twice_in_a_file(cli: CommandLine) -> None:
     text = "# @package _global_\nsweep:\n  params:\n    optimizer.lr: [1]\n    optimizer:\n      lr: [2]\n"
     cli.write("my/sweep/twice.yaml", text)

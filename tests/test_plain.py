@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import coalesce
+from coalesce.runner.listener import Progress
 from coalesce.runner.run import run
 from runner_helpers import Net, Ran, Recorder, ToyW, planned, ran
 
@@ -162,8 +163,8 @@ def test_an_error_in_training_is_the_users_own(monkeypatch: pytest.MonkeyPatch) 
     """The exception itself, with its own traceback: that is what post-mortem debugging needs."""
 
     class Arms(Recorder):
-        def compiling(self, cohort: int, what: str) -> None:
-            # the experiment has been rehearsed by now, and comes to its first step
+        def advanced(self, progress: Progress) -> None:
+            super().advanced(progress)
             monkeypatch.setattr(Stops, "armed", True)
 
     recorder = Arms()
@@ -172,6 +173,8 @@ def test_an_error_in_training_is_the_users_own(monkeypatch: pytest.MonkeyPatch) 
     assert caught.traceback[-1].path == Path(__file__)
     assert caught.traceback[-1].name == "loss"
     assert recorder.errors == [caught.value]
+    assert len(recorder.progress) == 1
+    assert recorder.compiled == []
 
 
 class Sparse(Net):

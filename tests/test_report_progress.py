@@ -53,6 +53,17 @@ def test_plain_lines_of_a_whole_run() -> None:
     assert not re.search(r"[^\x20-\x7e\n]", file.getvalue())
 
 
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [({}, "of it compiling"), ({"compile": False}, "of it tracing"), ({"stack": False}, "of it")],
+)
+def test_what_is_waited_for_is_called_by_its_name(trainer: dict[str, Any], says: str) -> None:
+    showing, file, _ = view(terminal=False)
+    drive(showing, plan(EXPERIMENTS, **trainer), [result(one) for one in EXPERIMENTS])
+    assert (says in file.getvalue()) == ("stack" not in trainer)
+    assert ("tracing the step" in file.getvalue()) == ("compile" in trainer)
+
+
 def test_a_plain_line_says_everything() -> None:
     showing, file, clock = view(terminal=False)
     showing.started(plan(EXPERIMENTS))

@@ -51,7 +51,7 @@ def test_mean_std_and_n_over_the_seeds() -> None:
     experiments = grid(optimizer__lr=rates, seed=list(range(8)))
     results = [result(one, accuracies[i // 8, i % 8], 0.99 + i / 10_000) for i, one in enumerate(experiments)]
     text = printed(frame_of(experiments, results), ["optimizer.lr", "seed"])
-    head = "val/accuracy: last value, mean and standard deviation over the seeds; in the order of the sweep"
+    head = "val/accuracy (higher is better): last value, mean and standard deviation over the seeds; in the order"
     assert head in text
     table = rows(text, 5)
     names = ["1e-4", "2.683e-4", "7.197e-4", "0.001931", "0.005179", "0.01389", "0.03728", "0.1"]
@@ -151,7 +151,7 @@ def test_least_is_best_if_the_mode_says_so() -> None:
 def test_without_seeds_there_is_no_spread() -> None:
     experiments = grid(optimizer__betas=[[0.9, 0.999], [0.9, 0.99999], None])
     text = printed(frame_of(experiments, [result(one) for one in experiments]), ["optimizer.betas"])
-    assert "val/accuracy: last value; in the order of the sweep" in text
+    assert "val/accuracy (higher is better): last value; in the order of the sweep" in text
     assert "std" not in text
     assert [" ".join(row) for row in rows(text, 3)] == [
         *("[0.9, 0.999] 0.9000 0", "[0.9, 0.99999] 0.9000 0", "null 0.9000 0")

@@ -32,6 +32,8 @@ from coalesce.store.paths import check_root
 OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs")
 #: Keys of the node ``sweep`` and their defaults.
 SWEEP: dict[str, Any] = {"name": None, "params": {}, "zip": [], "limit": 10_000}
+#: The line with which a file sets keys outside of its group.
+GLOBAL = "# @package _global_"
 #: The options of the groups that only have a name so far.
 NAMED = {"search": ("grid",), "launcher": ("local",)}
 
@@ -202,8 +204,11 @@ def _mapping(key: str, value: Any, problems: list[Problem]) -> dict[str, Any]:
 def _sweep(value: Any, option: Any, problems: list[Problem]) -> dict[str, Any]:
     """The node ``sweep`` with its defaults, and whatever is wrong replaced by them."""
     given = _mapping("sweep", value, problems)
-    for key in given.keys() - SWEEP.keys():
-        problems.append(Problem(f"sweep.{key}", given[key], "unknown key", ", ".join(SWEEP), nearest(key, SWEEP)))
+    for key in [key for key in given if key not in SWEEP]:
+        rule = "unknown key"
+        if key in (*KEYS, *OTHERS):
+            rule += f" of sweep; for a file of the group sweep to set {key}, its first line must be {GLOBAL!r}"
+        problems.append(Problem(f"sweep.{key}", given[key], rule, ", ".join(SWEEP), nearest(key, SWEEP)))
     sweep = {key: given.get(key, default) for key, default in SWEEP.items()}
     sweep["params"] = _mapping("sweep.params", sweep["params"], problems)
     sweep["zip"] = [] if sweep["zip"] is None else sweep["zip"]

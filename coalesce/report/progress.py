@@ -41,6 +41,7 @@ class ProgressView(Listener):
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._compiling: tuple[str, float] | None = None
+        self._verb = "compiling"
         self._began = 0.0
         self._statuses: Counter[str] = Counter()
         self._speeds: deque[tuple[float, int]] = deque()
@@ -49,6 +50,7 @@ class ProgressView(Listener):
 
     def started(self, plan: Plan) -> None:
         self._plan = plan
+        self._verb = "compiling" if plan.trainer.compile else "tracing"
         self._began = self.clock()
         self._printed = (self._began, 0.0)
         steps = sum(experiment.steps for experiment in plan.experiments)
@@ -62,7 +64,7 @@ class ProgressView(Listener):
 
     def compiling(self, cohort: int, what: str) -> None:
         of = f" of {len(self._plan.cohorts)}" if self._plan is not None else ""
-        self._compiling = (f"compiling the {what} of cohort {cohort + 1}{of}", self.clock())
+        self._compiling = (f"{self._verb} the {what} of cohort {cohort + 1}{of}", self.clock())
         if self._live is None:
             self._say(f"{self._compiling[0]} (once for all of its experiments)...")
 
@@ -94,9 +96,9 @@ class ProgressView(Listener):
             return
         ended = sum(self._statuses.values())
         took = text.duration(self.clock() - self._began)
-        if self._progress is not None:
+        if self._progress is not None and self._plan.trainer.stack:
             compiling_s = max(self._progress.elapsed_s - self._progress.training_s, 0.0)
-            took += f" ({text.duration(compiling_s)} of it compiling)"
+            took += f" ({text.duration(compiling_s)} of it {self._verb})"
         head = "ended" if error is None else f"broke off ({type(error).__name__})"
         statuses = "".join(f", {number:,} {status}" for status, number in self._statuses.items())
         self._say(

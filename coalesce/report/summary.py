@@ -132,7 +132,7 @@ def _print_table(groups: list[Group], keys: list[str], seeds: bool, monitor: str
         rows = sorted(groups, key=lambda g: (not g.numbers, sign * g.mean if g.numbers else 0.0))[:ROWS]
         order = f"the best {ROWS} of {len(groups):,} settings first"
     what = "last value, mean and standard deviation over the seeds" if seeds else "last value"
-    text.say(console, f"\n{monitor}: {what}; {order}")
+    text.say(console, f"\n{monitor} ({'higher' if mode == 'max' else 'lower'} is better): {what}; {order}")
     table = Table(box=box.SIMPLE_HEAD)
     for key in keys:
         table.add_column(text.header(key, keys, console), justify="right", overflow="fold")

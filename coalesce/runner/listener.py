@@ -53,7 +53,8 @@ class Progress:
     Args:
         cohort, cohorts: the number of the running cohort, from 0, and how many there are.
         lanes, width: busy lanes, and all lanes of the running graph.
-        steps, total_steps: experiment-steps done (all experiments together), and to do in all.
+        steps, total_steps: experiment-steps done (all experiments together), and to do in all, without those that
+            experiments which broke left undone.
         experiments, total_experiments: ended, and in all.
         monitor: the name of the monitored metric.
         best: its best value so far and whose it is, or None.
@@ -82,7 +83,7 @@ class Listener:
         """The run begins."""
 
     def compiling(self, cohort: int, what: str) -> None:
-        """A graph of a cohort is about to be traced and compiled; ``what`` says which: "step" or "evaluation"."""
+        """A graph of a cohort is about to be traced and compiled; ``what`` says which: "step", "evaluation on val"."""
 
     def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
         """Metrics of one experiment after ``step`` updates."""

@@ -41,6 +41,7 @@ class Totals:
     started_s: float = field(default_factory=time.monotonic)
     training_s: float = 0.0
     steps: int = 0
+    undone: int = 0
     ended: int = 0
     best: dict[str, tuple[float, Experiment]] = field(default_factory=dict)
 
@@ -108,12 +109,10 @@ class _CohortRun:
         self.results: list[Result] = []
 
     def run(self) -> list[Result]:
-        for listener in self.listeners:
-            listener.compiling(self.index, "step")
+        self._tell_compiling("step")
         self.lanes.prepare_step()
         for split in self.splits:
-            for listener in self.listeners:
-                listener.compiling(self.index, f"evaluation on {split}")
+            self._tell_compiling(f"evaluation on {split}")
             self.lanes.prepare_evaluation(split)
         self._refill()
         while any(self.slots):
@@ -124,6 +123,11 @@ class _CohortRun:
             self._refill()
             self._tell_progress()
         return self.results
+
+    def _tell_compiling(self, what: str) -> None:
+        if self.trainer.stack:
+            for listener in self.listeners:
+                listener.compiling(self.index, what)
 
     def _refill(self) -> None:
         for lane, slot in enumerate(self.slots):
@@ -198,8 +202,8 @@ class _CohortRun:
             # what broke never wins
             self.totals.best.pop(slot.experiment.id, None)
         self.totals.ended += 1
-        # steps that an experiment leaves undone count as done, else the bar never fills
-        self.totals.steps += slot.experiment.steps - slot.steps
+        # no longer to be done: were they counted as done, a diverged experiment would look like a burst of speed
+        self.totals.undone += slot.experiment.steps - slot.steps
         keep = self.trainer.weights and lane is not None
         result = Result(
             experiment=slot.experiment,
@@ -230,7 +234,7 @@ class _CohortRun:
             lanes=sum(s is not None for s in self.slots),
             width=self.planned.width,
             steps=totals.steps,
-            total_steps=sum(e.steps for e in plan.experiments),
+            total_steps=sum(e.steps for e in plan.experiments) - totals.undone,
             experiments=totals.ended,
             total_experiments=len(plan.experiments),
             monitor=self.trainer.monitor,
