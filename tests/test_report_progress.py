@@ -55,7 +55,7 @@ def test_plain_lines_of_a_whole_run() -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "says"),
-    [({}, "of it compiling"), ({"compile": False}, "of it tracing"), ({"stack": False}, "of it")],
+    [({}, "of it compiling"), ({"compile": False}, "of it tracing"), ({"stack": False}, "of it ")],
 )
 def test_what_is_waited_for_is_called_by_its_name(trainer: dict[str, Any], says: str) -> None:
     showing, file, _ = view(terminal=False)
