@@ -155,7 +155,12 @@ def run_order(order: Order) -> int:
         print_plan(plan, console)
         return DONE
     paths = RunPaths.create(order.runs, order.name)
-    results = run(plan, [RunWriter(paths, order.yaml), ProgressView(console)])
+    try:
+        results = run(plan, [RunWriter(paths, order.yaml), ProgressView(console)])
+    except BaseException:
+        # an interrupt, or the task's own code
+        print(f"What was recorded so far lies in {paths.folder}", file=sys.stderr)
+        raise
     frame = results_frame(results, plan.keys, [experiment.id for experiment in plan.experiments])
     print_summary(frame, plan.keys, plan.trainer.monitor, plan.trainer.mode, paths.folder, console)
     return FAILED if any(result.status == "failed" for result in results) else DONE

@@ -415,7 +415,8 @@ def test_an_interrupt_keeps_what_is_done(folder: Folder, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(ProgressView, "advanced", interrupt)
     code, out, err = folder("Mine", "sweep.params.steps=[20,10000000]", ALONE)
-    assert (code, err) == (130, "interrupted\n")
+    assert code == 130
+    assert err == f"What was recorded so far lies in {folder.run().relative_to(folder.path)}\ninterrupted\n"
     assert "broke off (KeyboardInterrupt)" in out
     assert "1 of 2 experiments, 1 finished" in out
     frame = coalesce.load(folder.run())

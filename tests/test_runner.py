@@ -139,6 +139,17 @@ def test_a_metric_is_recorded_once_per_step() -> None:
     assert {r.status for r in done.results} == {"finished", "diverged"}
 
 
+def test_how_often_it_is_looked_at_changes_no_number() -> None:
+    params = {"seed": [0, 1], "task.dropout": [0.2]}
+    often = ran(Net, params, arguments=NORM, every=1, evaluate_every=1, weights=True)
+    seldom = ran(Net, params, arguments=NORM, every=7, evaluate_every=700, weights=True)
+    for mine, theirs in zip(often.in_order(), seldom.in_order(), strict=True):
+        assert mine.metrics == theirs.metrics
+        assert mine.weights is not None
+        assert theirs.weights is not None
+        assert all(torch.equal(weight, theirs.weights[name]) for name, weight in mine.weights.items())
+
+
 def test_the_test_split_is_looked_at_once_at_the_end() -> None:
     done = ran(Net, {"seed": [0, 1], "steps": [7, 20]}, arguments={"splits": "train val test"})
     for experiment in done.plan.experiments:

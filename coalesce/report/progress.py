@@ -84,7 +84,7 @@ class ProgressView(Listener):
             now, done = self.clock(), progress.steps / max(progress.total_steps, 1)
             # a fiftieth of the time that has passed: a run of days is no log of ten thousand lines
             interval = max(10.0, (now - self._began) / 50)
-            if done - self._printed[1] >= 0.1 or now - self._printed[0] >= interval:
+            if done - self._printed[1] >= 0.1 or done == 1.0 or now - self._printed[0] >= interval:
                 self._printed = (now, done)
                 self._say(_line(progress, self._speed(), self._statuses))
 
