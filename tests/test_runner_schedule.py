@@ -1,0 +1,167 @@
+"""Lanes over time by law, on lanes made of numbers: whatever the steps, widths, intervals and breaks.
+
+Oracle: what each experiment alone would be told, computed here from its own numbers, without lanes or a queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import coalesce.runner.run as runner
+from coalesce.engine.lanes import Reading
+from coalesce.errors import TaskError
+from coalesce.experiment import Cohort, Experiment
+from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+from run_fakes import experiment
+from runner_helpers import Recorder
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happens to one experiment.
+
+    Args:
+        steps: to take.
+        breaks: the step at which its loss turns NaN; beyond ``steps``, never. 0: it cannot be built.
+    """
+
+    steps: int
+    breaks: int
+
+    @property
+    def taken(self) -> int:
+        return min(self.steps, max(self.breaks - 1, 0))
+
+    @property
+    def status(self) -> str:
+        return "failed" if self.breaks == 0 else "finished" if self.taken == self.steps else "diverged"
+
+
+def train_loss(seed: int, step: int) -> float:
+    return seed + step / 1000
+
+
+def score(seed: int, step: int) -> float:
+    """A validation metric that jumps about; at every fifth place it is NaN or infinite."""
+    value = random.Random(seed * 1000 + step).choice([*range(8), math.nan, math.inf])
+    return float(value)
+
+
+class NumberLanes:
+    """Lanes whose state is a step count each."""
+
+    def __init__(self, template: Any, width: int, *_: Any):
+        self.courses: dict[int, Course] = template.courses
+        self.held: list[Experiment | None] = [None] * width
+        self.steps = [0] * width
+        self.alive = [False] * width
+
+    def prepare_step(self) -> None: ...
+
+    def prepare_evaluation(self, split: str) -> None: ...
+
+    def fill(self, lane: int, experiment: Experiment) -> None:
+        assert self.held[lane] is None, "a lane that is busy was filled"
+        self.held[lane], self.steps[lane], self.alive[lane] = experiment, 0, True
+        if self.courses[experiment.seed].breaks == 0:
+            raise TaskError("cannot be built")
+
+    def clear(self, lane: int) -> None:
+        self.held[lane], self.alive[lane] = None, False
+
+    def advance(self, count: int) -> None:
+        assert count > 0
+        for lane, held in enumerate(self.held):
+            if held is not None:
+                course = self.courses[held.seed]
+                # it breaks when its bad step is tried, not before
+                self.alive[lane] = min(self.steps[lane] + count, course.steps) < course.breaks
+                self.steps[lane] = min(self.steps[lane] + count, course.taken)
+
+    def read(self) -> Reading:
+        pairs = zip(self.held, self.steps, strict=True)
+        loss = [train_loss(held.seed, step) if held is not None else math.nan for held, step in pairs]
+        return Reading(list(self.steps), list(self.alive), {"loss": loss})
+
+    def evaluate(self, split: str) -> dict[str, list[float]]:
+        assert split == "val"
+        pairs = zip(self.held, self.steps, strict=True)
+        return {"score": [score(held.seed, step) if held is not None else 0.0 for held, step in pairs]}
+
+
+COURSES = st.builds(Course, st.integers(1, 40), st.one_of(st.just(10**9), st.integers(0, 45)))
+
+
+@given(
+    courses=st.lists(COURSES, min_size=1, max_size=12),
+    width=st.integers(1, 5),
+    every=st.integers(1, 12),
+    factor=st.integers(1, 4),
+    mode=st.sampled_from(["max", "min"]),
+    cohorts=st.integers(1, 3),
+)
+def test_each_experiment_is_told_what_it_would_be_told_alone(
+    courses: list[Course], width: int, every: int, factor: int, mode: str, cohorts: int
+) -> None:
+    experiments = tuple(experiment({"seed": n, "steps": course.steps}) for n, course in enumerate(courses))
+    dealt = [experiments[n::cohorts] for n in range(cohorts) if experiments[n::cohorts]]
+    planned = tuple(PlannedCohort(Cohort(n, members, ()), width, 1, 1, 1) for n, members in enumerate(dealt))
+    trainer = Trainer(every=every, evaluate_every=every * factor, monitor="val/score", mode=mode, threads=1)
+    plan = Plan("made_up", ("seed", "steps"), experiments, planned, trainer)
+    template = SimpleNamespace(courses=dict(enumerate(courses)), data=SimpleNamespace(sizes={"train": 1, "val": 1}))
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Lanes", NumberLanes)
+        patch.setattr(runner, "Template", lambda cohort: template)
+        results = runner.run(plan, [recorder])
+    assert sorted(r.experiment.seed for r in results) == list(range(len(courses)))
+    assert results == recorder.results
+    for result in results:
+        seed, course = result.experiment.seed, courses[result.experiment.seed]
+        assert (result.status, result.steps) == (course.status, course.taken)
+        curve = alone(seed, course, every, every * factor)
+        assert str(recorder.curve(result.experiment)) == str(curve), "as text, since NaN is unequal to itself"
+        values = {step: v["val/score"] for step, v in curve if math.isfinite(v.get("val/score", math.nan))}
+        pick = max if mode == "max" else min
+        # of equal ones the first
+        best = pick(values, key=lambda step: values[step]) if values else None
+        assert result.best_step == best
+        assert dict(result.best) == ({"val/score": values[best]} if best is not None else {})
+    check_progress(recorder, plan)
+
+
+def alone(seed: int, course: Course, every: int, evaluate_every: int) -> list[tuple[int, dict[str, float]]]:
+    """What an experiment is told of: at each multiple of ``every`` that it reaches, and at its end."""
+    curve: list[tuple[int, dict[str, float]]] = []
+    for step in range(1, course.taken + 1):
+        ends = step == course.taken
+        if step % every and not ends:
+            continue
+        curve.append((step, {"train/loss": train_loss(seed, step)}))
+        # one that broke in between is looked at too late: only its last sound loss is known
+        sound = step % every == 0 or course.status == "finished"
+        if sound and (step % evaluate_every == 0 or step == course.steps):
+            curve.append((step, {"val/score": score(seed, step)}))
+    return curve
+
+
+def check_progress(recorder: Recorder, plan: Plan) -> None:
+    """Counts only rise, and lanes stand empty only when nobody waits for one."""
+    told = recorder.progress
+    for before, after in itertools.pairwise(told):
+        assert before.steps <= after.steps <= after.total_steps <= before.total_steps
+        assert before.experiments <= after.experiments
+    for progress in told:
+        members = len(plan.cohorts[progress.cohort].cohort.experiments)
+        earlier = sum(len(c.cohort.experiments) for c in plan.cohorts[: progress.cohort])
+        waiting_or_running = members - (progress.experiments - earlier)
+        assert progress.lanes == min(progress.width, waiting_or_running)
