@@ -157,7 +157,8 @@ def test_the_plan_keeps_the_sweeps_order_and_resolves_the_trainer() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_memory_is_that_of_the_lanes(optimizer: Any, norm: bool) -> None:
     """A lane's estimate is its tensors, one set of gradients, and what one step keeps for its backward pass."""
-    hidden, batch = 256, 32
+    # a small batch, beside which the gradients weigh something
+    hidden, batch = 256, 2
     plan = planned(
         Net, {"optimizer.lr": [0.1, 0.2, 0.3]}, arguments={"hidden": hidden, "norm": norm}, optimizer=optimizer,
         batch_size=batch,

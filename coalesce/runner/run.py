@@ -184,14 +184,14 @@ class _CohortRun:
         self.slots[lane] = None
 
     def _record(self, slot: Slot, values: dict[str, float]) -> None:
-        """Keep metrics of one experiment and tell them; see whether the monitored one is the best so far."""
+        """Keep metrics of one split and tell them; see whether the monitored one is the best so far."""
         slot.metrics |= values
         for listener in self.listeners:
             listener.metrics(slot.experiment, slot.steps, values)
         value = values.get(self.trainer.monitor, math.nan)
         if math.isfinite(value) and (math.isnan(slot.best_value) or self._better(value, slot.best_value)):
             slot.best_value, slot.best_step = value, slot.steps
-            slot.best = {n: v for n, v in values.items() if n.partition("/")[0] == self.trainer.monitor.split("/")[0]}
+            slot.best = dict(values)
             self.totals.best[slot.experiment.id] = (value, slot.experiment)
 
     def _better(self, new: float, old: float) -> bool:
