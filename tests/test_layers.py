@@ -18,13 +18,13 @@ PACKAGE = Path(coalesce.__file__).parent
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 #: Parts that the page's order leaves out, and the part that each stands beside.
-BESIDE = {"data": "task", "tasks": "engine", "library": "configuration"}
+BESIDE = {"kernels": "errors", "data": "task", "tasks": "engine", "library": "configuration"}
 
 #: The runner's interfaces: what the store and the displays implement. They stand below it, beside the experiment.
 INTERFACES = {"runner.listener": "experiment", "runner.plan": "experiment"}
 
 #: What must run where only torch is installed.
-LIGHT = ("errors", "data", "task", "experiment", "random", "optim", "engine")
+LIGHT = ("errors", "kernels", "data", "task", "experiment", "random", "optim", "engine")
 HEAVY = {"hydra", "omegaconf", "pandas", "pyarrow", "sklearn", "rich", "scipy", "matplotlib"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -1,0 +1,73 @@
+"""Products of lanes do not depend on where the lanes lie in memory.
+
+Oracle: equal lanes must be equal. In processes of their own, since oneMKL reads its setting at the first product.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from coalesce import kernels
+
+
+def probe(code: str, setting: str | None = None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != kernels.VARIABLE}
+    if setting is not None:
+        environment[kernels.VARIABLE] = setting
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_lanes_agree_after_the_import() -> None:
+    assert probe("import coalesce; from coalesce.kernels import lanes_agree; print(lanes_agree())") == "True"
+
+
+def test_the_users_own_setting_stands() -> None:
+    code = "import coalesce, os; print(os.environ['MKL_CBWR'])"
+    assert probe(code, "COMPATIBLE") == "COMPATIBLE"
+    assert probe(code) == kernels.STRICT
+
+
+def test_this_process_has_it() -> None:
+    """Every bit-for-bit test of this suite stands on it."""
+    assert kernels.lanes_agree()
+
+
+def test_a_process_without_it_is_told() -> None:
+    code = """
+import warnings
+from coalesce import kernels
+kernels.lanes_agree = lambda: False
+from engine_helpers import experiment, lanes_of
+from coalesce.tasks import Digits
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    lanes_of([experiment(Digits, {"hidden": 4, "layers": 1, "dropout": 0.0, "label_smoothing": 0.0})])
+print(*(w.message for w in caught))
+"""
+    found = probe(f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n" + code)
+    assert "MKL_CBWR=AUTO,STRICT" in found
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+def test_probe_sees_a_difference(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe must be able to fail: with products whose last bit depends on the lane, it does."""
+    import torch
+
+    exact = torch.bmm
+
+    def by_lane(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        product = exact(a, b)
+        product[width % 8] *= 1 + torch.finfo(product.dtype).eps
+        return product
+
+    monkeypatch.setattr(torch, "bmm", by_lane)
+    kernels.lanes_agree.cache_clear()
+    try:
+        assert not kernels.lanes_agree()
+    finally:
+        kernels.lanes_agree.cache_clear()
