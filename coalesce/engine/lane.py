@@ -7,30 +7,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from coalesce.engine.objects import Path, installed, spell
+from coalesce.engine.instance import Instance
+from coalesce.engine.objects import Path, spell
 from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template
 from coalesce.optim.base import Rule
 
 
-class _Call(nn.Module):
-    """A task's method as a module's forward, so that `functional_call` can put a lane's tensors into the model."""
-
-    def __init__(self, model: nn.Module, method: Any):
-        super().__init__()
-        self.model = model
-        self.method = method
-
-    def forward(self, batch: Any) -> Any:
-        return self.method(self.model, batch)
-
-
 def lane_loss(
     template: Template,
+    instance: Instance,
     weights: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     riding: Mapping[Path, Tensor],
@@ -41,6 +30,7 @@ def lane_loss(
     """The training loss of one lane.
 
     Args:
+        instance: whose code runs: `template.fresh` of this trace.
         weights, buffers: name → tensor of the model, without a lane dimension.
         riding: path → 0-d tensor (or a tensor attribute's own shape).
         key, step: of the lane's stream.
@@ -50,17 +40,17 @@ def lane_loss(
         The loss, and (all training metrics by name, the buffers after the forward pass).
     """
     # Cloned, since layers write into their buffers, and the caller's must not change before the step is taken.
-    state = {f"model.{n}": b.clone() for n, b in buffers.items()}
-    tensors = {**{f"model.{n}": w for n, w in weights.items()}, **state}
-    name = type(template.task).__name__
-    template.model.train()
-    returned = _run(template, template.task.loss, f"{name}.loss()", tensors, riding, key, step, batch)
-    loss, extras = split_loss(returned, name)
-    return loss, ({"loss": loss.detach(), **extras}, {n: tensors[f"model.{n}"] for n in buffers})
+    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
+    instance.model.train()
+    what = f"{instance.name}.loss()"
+    returned = _run(template, instance, instance.task.loss, what, tensors, riding, key, step, batch)
+    loss, extras = split_loss(returned, instance.name)
+    return loss, ({"loss": loss.detach(), **extras}, {n: tensors[n] for n in buffers})
 
 
 def lane_metrics(
     template: Template,
+    instance: Instance,
     weights: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     riding: Mapping[Path, Tensor],
@@ -69,15 +59,16 @@ def lane_metrics(
     batch: Any,
 ) -> dict[str, Tensor]:
     """The evaluation metrics of one lane on one batch. Arguments as `lane_loss`'s."""
-    tensors = {f"model.{n}": t.clone() for n, t in buffers.items()} | {f"model.{n}": w for n, w in weights.items()}
-    what = f"{type(template.task).__name__}.metrics()"
-    template.model.eval()
-    found = _run(template, template.task.metrics, what, tensors, riding, key, step, batch)
+    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
+    instance.model.eval()
+    what = f"{instance.name}.metrics()"
+    found = _run(template, instance, instance.task.metrics, what, tensors, riding, key, step, batch)
     return check_scalars(found, what)
 
 
 def _run(
     template: Template,
+    instance: Instance,
     method: Any,
     what: str,
     tensors: dict[str, Tensor],
@@ -87,9 +78,9 @@ def _run(
     batch: Any,
 ) -> Any:
     named = {spell(path): value for path, value in riding.items()}
-    call = _Call(template.model, method)
-    with installed(template.roots(), riding), Rules(key, step, named), own_code(what):
-        return functional_call(call, tensors, (batch,))
+    origins = {spell(path): origin for path, origin in template.origins.items()}
+    with instance.holding(tensors, riding), Rules(key, step, named, origins=origins), own_code(what):
+        return method(instance.model, batch)
 
 
 def hyperparameters(rule: type[Rule], static: Mapping[str, Any], riding: Mapping[str, Any]) -> SimpleNamespace:

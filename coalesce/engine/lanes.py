@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from coalesce import kernels
 from coalesce.engine.compiling import Runner, compile_graph, lift_constants
 from coalesce.engine.lane import lane_metrics, riding_hyperparameters
 from coalesce.engine.step import build_step, part
@@ -61,6 +63,12 @@ class Lanes:
         compile: bool = True,
         evaluate_batch_size: int = 1024,
     ):
+        if torch.device(device).type == "cpu" and not kernels.lanes_agree():
+            warnings.warn(
+                f"products were computed in this process before coalesce was imported, so that their last bit depends "
+                f"on the lane: import coalesce first, or set {kernels.VARIABLE}={kernels.STRICT} in the environment",
+                stacklevel=2,
+            )
         self.template = template
         self.width = width
         self.device = torch.device(device)
@@ -161,7 +169,8 @@ class Lanes:
             slots = template.optimizer.init(tensors[name], template.static_hyper)
             state |= {f"slot/{slot}/{name}": t for slot, t in slots.items()}
         for i, value in enumerate(riding.values()):
-            state[f"riding/{i}"] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=template.dtype)
+            rides = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=template.dtype)
+            state[f"riding/{i}"] = rides
         for kind, rule in (("optimizer", template.optimizer), ("schedule", template.schedule)):
             found = riding_hyperparameters(rule, experiment.config[kind])
             state |= {f"{kind}/{n}": t for n, t in found.items()}
@@ -194,7 +203,7 @@ class Lanes:
 
     def _build_evaluation(self, size: int) -> tuple[Runner, list[Tensor]]:
         template = self.template
-        names = self._evaluated_names()
+        names, instance = self._evaluated_names(), template.fresh()
 
         def evaluate(*inputs: Tensor) -> list[Tensor]:
             state = dict(zip(names, inputs, strict=False))
@@ -203,7 +212,7 @@ class Lanes:
             riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
 
             def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor) -> dict[str, Tensor]:
-                return lane_metrics(template, weights, buffers, riding, key, step, batch)
+                return lane_metrics(template, instance, weights, buffers, riding, key, step, batch)
 
             found = vmap(one)(weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"])
             return [found[n] for n in template.rehearsal.metrics]

@@ -4,7 +4,7 @@ plain backward pass does is seen rather than assumed."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
     batch = data.batch("train", index)
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     saved: dict[int, int] = {}
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -75,15 +76,22 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    def step(*contexts: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with ExitStack() as stack:
+            for context in (*contexts, own_code(f"{name}.loss()"), Rules(key, zero, {}, labels, watch=True)):
+                stack.enter_context(context)
+            return split_loss(task.loss(model, batch), name)
+
     model.train()
     labels: list[Labels] = []
     try:
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda t: t),
-            own_code(f"{name}.loss()"),
-            Rules(key, zero, {}, labels),
-        ):
-            loss, extras = split_loss(task.loss(model, batch), name)
+        try:
+            loss, extras = step(torch.autograd.graph.saved_tensors_hooks(note, lambda t: t))
+        except TaskError as error:
+            # functions of torch.func in the user's code refuse such hooks; then nothing is counted
+            if "saved tensor hooks" not in str(error):
+                raise
+            loss, extras = step()
     except TaskError:
         # A label out of range is an IndexError deep inside torch: say what it is, if that is what it was.
         _check_labels(labels, batch, data)
@@ -93,14 +101,23 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
         raise TaskError(f"{name}.loss() returned a loss that no trainable parameter has a part in")
     with own_code(f"the backward pass of {name}.loss()"):
         loss.backward()
+    for parameter, weight in model.named_parameters():
+        if weight.grad is not None and weight.grad.is_sparse:
+            raise TaskError(f"{parameter} has a sparse gradient, which lanes do not support: use sparse=False")
+    _check_kept(f"{name}.loss()", "the parameter", weights, dict(model.named_parameters()))
     unused = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
     metrics: tuple[str, ...] = ()
     split = next((s for s in ("val", "test") if s in data.sizes), None)
     if split is not None:
         model.eval()
-        with torch.no_grad(), own_code(f"{name}.metrics()"), Rules(key, zero, {}):
-            found = task.metrics(model, data.batch(split, torch.arange(min(data.sizes[split], experiment.batch_size))))
+        batch = data.batch(split, torch.arange(min(data.sizes[split], experiment.batch_size)))
+        given = {str(i): t.clone() for i, t in enumerate(_tensors(batch))}
+        with torch.no_grad(), own_code(f"{name}.metrics()"), Rules(key, zero, {}, watch=True):
+            found = task.metrics(model, batch)
         metrics = tuple(check_scalars(found, f"{name}.metrics()"))
+        _check_kept(f"{name}.metrics()", "the parameter", weights, dict(model.named_parameters()))
+        # in loss() a lane has a batch of its own; here all lanes have one
+        _check_kept(f"{name}.metrics()", "its batch, leaf", given, {str(i): t for i, t in enumerate(_tensors(batch))})
     return Rehearsal(unused, tuple(extras), metrics, sum(saved.values()))
 
 
@@ -132,6 +149,16 @@ def check_scalars(found: Any, what: str) -> dict[str, Tensor]:
             seen = f"a {tuple(value.shape)} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TaskError(f"{what}: {name!r} must be a real scalar tensor, not {seen}")
     return dict(found)
+
+
+def _check_kept(what: str, kind: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    for name, value in before.items():
+        # NaN in neither: data are checked, and weights that are NaN would not train
+        if not torch.equal(value, after[name]):
+            raise TaskError(
+                f"{what} writes into {kind} {name}, which is not its own: parameters are the optimiser's, and all "
+                f"lanes have one batch in an evaluation. Work on a copy: x = x.clamp(...) instead of x.clamp_(...)."
+            )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

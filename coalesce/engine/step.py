@@ -12,6 +12,7 @@ from torch.func import grad_and_value, vmap
 
 from coalesce.data import gather
 from coalesce.engine.compiling import lift_constants
+from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss
 from coalesce.engine.template import Template
 from coalesce.engine.trace import inline, is_view, trace
@@ -39,8 +40,8 @@ def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tupl
         A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
         constants.
     """
-    names = list(state)
-    module = trace(lambda *inputs: _gradients(template, names, inputs), [*state.values(), *data])
+    names, instance = list(state), template.fresh()
+    module = trace(lambda *inputs: _gradients(template, instance, names, inputs), [*state.values(), *data])
     constants = lift_constants(module)
     graph = module.graph
     output = next(n for n in graph.nodes if n.op == "output")
@@ -83,7 +84,7 @@ def _outputs(template: Template, state: State) -> list[str]:
     ]
 
 
-def _gradients(template: Template, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _gradients(template: Template, instance: Instance, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Batch, forward and backward of all lanes, and everything of a lane that its updates need."""
     state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
     experiment = template.experiment
@@ -105,7 +106,7 @@ def _gradients(template: Template, names: Sequence[str], inputs: Sequence[Tensor
     fixed, buffers = part(state, "fixed"), part(state, "buffer")
 
     def loss(trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any) -> Any:
-        return lane_loss(template, {**trained, **fixed}, buffers, riding, key, step, batch)
+        return lane_loss(template, instance, {**trained, **fixed}, buffers, riding, key, step, batch)
 
     both = vmap(grad_and_value(loss, has_aux=True))
     gradients, (value, (metrics, after)) = both(part(state, "trained"), fixed, buffers, paths, key, step, batch)

@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from numbers import Rational, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from coalesce.engine.objects import Path, differing, lookup, spell
+from coalesce.engine.audit import Audit
+from coalesce.engine.instance import Instance
+from coalesce.engine.objects import Alias, Path, differing, forbidden, installed, lookup, spell
 from coalesce.engine.rehearsal import Rehearsal, own_code, rehearse
 from coalesce.errors import TaskError
 from coalesce.experiment import Cohort, Experiment
@@ -30,9 +33,10 @@ class Template:
         task, model: the representative's.
         data: the cohort's.
         riding: paths of the attributes that are inputs of the graph.
+        origins: each of these paths → the swept key that it follows from.
         trained, fixed: names of the parameters that are updated, and of those that are not: frozen, or without a
             gradient, which `torch.optim` skips too.
-        dtype: of the riding floats: the model's.
+        dtype: of the riding floats: the model's, but not below float32, in which a rate of 0.1 keeps its value.
 
     Raises:
         TaskError: the task's own code fails, or does what lanes cannot share.
@@ -46,13 +50,17 @@ class Template:
         self.optimizer: type[Optimizer] = OPTIMIZERS[self.experiment.config["optimizer"]["name"]]
         self.schedule: type[Schedule] = SCHEDULES[self.experiment.config["schedule"]["name"]]
         self.task, self.model = build(self.experiment)
-        self.riding = self._find_riding()
+        self._noise = self._find_noise()
+        self.origins = self._find_riding()
+        self.riding = tuple(self.origins)
         self.data = self._load_data()
         self.rehearsal: Rehearsal = rehearse(*build(self.experiment), self.data, self.experiment)
         named = dict(self.model.named_parameters())
         self.trained = tuple(n for n, p in named.items() if p.requires_grad and n not in self.rehearsal.unused)
         self.fixed = tuple(n for n in named if n not in self.trained)
-        self.dtype = next((p.dtype for p in named.values() if p.is_floating_point()), torch.get_default_dtype())
+        self.dtype = _riding_dtype(self.model)
+        variants = dict(self._variants())
+        Audit(_instance, self.experiment, variants, self.origins, self.data, self.dtype).run()
 
     @property
     def static_hyper(self) -> dict[str, Any]:
@@ -62,33 +70,58 @@ class Template:
     def roots(self) -> dict[str, object]:
         return {"task": self.task, "model": self.model}
 
+    def fresh(self) -> Instance:
+        """The representative, built anew."""
+        return _instance(self.experiment)
+
     def lane(self, experiment: Experiment) -> tuple[nn.Module, dict[Path, Any]]:
         """Build one experiment: its model, and the values of its riding attributes.
 
         Raises:
             TaskError: it differs from the template in something that does not ride.
         """
-        task, model = build(experiment)
-        roots = {"task": task, "model": model}
-        for path, mine, theirs in differing(self.roots(), roots):
-            if path not in self.riding:
+        built = _instance(experiment)
+        _check_shapes(self.model, built.model, experiment)
+        for path, mine, theirs in differing(self.roots(), built.roots):
+            if path in self._noise:
+                continue
+            if path not in self.origins or not _ride(mine, theirs):
                 raise _cannot_ride(path, mine, theirs, experiment)
-        _check_shapes(self.model, model, experiment)
-        return model, {path: lookup(roots, path) for path in self.riding}
+        return built.model, {path: lookup(built.roots, path) for path in self.riding}
 
-    def _find_riding(self) -> tuple[Path, ...]:
+    def _find_noise(self) -> frozenset[Path]:
+        """What differs between two builds of the same experiment (the time, an address): not the experiment's.
+
+        Raises:
+            TaskError: the initial weights do.
+        """
+        again = self.fresh()
+        _check_shapes(self.model, again.model, self.experiment)
+        theirs = again.tensors()
+        for name, tensor in Instance(self.task, self.model).tensors().items():
+            if not torch.equal(tensor.nan_to_num(), theirs[name].nan_to_num()):
+                raise TaskError(
+                    f"{self.task_class.__name__}.model() builds another {name} each time, with the same seed. torch's, "
+                    f"NumPy's and Python's global generators are seeded before it is called: draw from these, not "
+                    f"from a generator with a seed of its own or from the clock."
+                )
+        return frozenset(path for path, _, _ in differing(self.roots(), again.roots))
+
+    def _find_riding(self) -> dict[Path, str]:
         """Build one variant of the representative per swept key, and see what differs."""
-        found: dict[Path, None] = {}
-        for variant in self._variants():
-            task, model = build(variant)
-            _check_shapes(self.model, model, variant)
-            for path, mine, theirs in differing(self.roots(), {"task": task, "model": model}):
-                if not (_rides(mine) and _rides(theirs) and _alike(mine, theirs)):
+        found: dict[Path, str] = {}
+        for key, variant in self._variants():
+            built = _instance(variant)
+            _check_shapes(self.model, built.model, variant)
+            for path, mine, theirs in differing(self.roots(), built.roots):
+                if path in self._noise:
+                    continue
+                if not _ride(mine, theirs):
                     raise _cannot_ride(path, mine, theirs, variant)
-                found[path] = None
-        return tuple(found)
+                found.setdefault(path, key)
+        return found
 
-    def _variants(self) -> Iterator[Experiment]:
+    def _variants(self) -> Iterator[tuple[str, Experiment]]:
         """Experiments that differ from the representative in one riding key of the task, or in the seed."""
         for key in self.cohort.riding:
             if key != "seed" and not key.startswith("task."):
@@ -96,22 +129,40 @@ class Template:
             mine = _get(self.experiment.config, key)
             others = (_get(e.config, key) for e in self.cohort.experiments)
             value = next(v for v in others if v != mine)
-            yield replace(self.experiment, config=_set(self.experiment.config, key, value))
+            yield key, replace(self.experiment, config=_set(self.experiment.config, key, value))
 
     def _load_data(self) -> Data:
-        with own_code("data()"), seeded(0), _reads(self.task) as read:
-            data = self.task.data()
+        name = self.task_class.__name__
+        # a build of its own: what data() leaves in attributes is not the experiment's
+        built = self.fresh()
+        held = {path: forbidden(self._no_data_from(path)) for path in self.riding}
+        with installed(built.roots, held), own_code(f"{name}.data()"), seeded(0):
+            data = built.task.data()
         if not isinstance(data, Data):
-            raise TaskError(f"{self.task_class.__name__}.data() must return a coalesce.Data, not {type(data).__name__}")
-        for key in self.cohort.riding:
-            name = key.removeprefix("task.").split(".")[0]
-            if key.startswith("task.") and name in read:
-                raise TaskError(
-                    f"{self.task_class.__name__}.data() reads self.{name}, which differs between the lanes of this "
-                    f"graph, but lanes share their data. Name it in the task, static = ({name!r},), and each value "
-                    f"gets data and a graph of its own; or use it in loss()."
-                )
+            raise TaskError(f"{name}.data() must return a coalesce.Data, not {type(data).__name__}")
         return data
+
+    def _no_data_from(self, path: Path) -> str:
+        argument = self.origins[path].removeprefix("task.").split(".")[0]
+        way = "draw such numbers in model(), or in loss() by dropout"
+        if self.origins[path] != "seed":
+            way = (
+                f"name it in the task, static = ({argument!r},), and each value gets data and a graph of its own; or "
+                f"use it in loss()"
+            )
+        return (
+            f"{self.task_class.__name__}.data() reads {spell(path)}, which follows from {self.origins[path]} and "
+            f"differs between the lanes of this graph, but lanes share their data: {way}."
+        )
+
+
+def _riding_dtype(model: nn.Module) -> torch.dtype:
+    first = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    return torch.promote_types(first, torch.float32)
+
+
+def _instance(experiment: Experiment) -> Instance:
+    return Instance(*build(experiment))
 
 
 def task_class(experiment: Experiment) -> type[Task]:
@@ -133,8 +184,17 @@ def build(experiment: Experiment) -> tuple[Task, nn.Module]:
         torch.manual_seed(experiment.seed)
         with own_code(f"model(), experiment {experiment}"):
             model = task.model()
+    name = type(task).__name__
     if not isinstance(model, nn.Module):
-        raise TaskError(f"{type(task).__name__}.model() must return an nn.Module, not {type(model).__name__}")
+        raise TaskError(f"{name}.model() must return an nn.Module, not {type(model).__name__}")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TaskError(f"{name}.model() must return a plain nn.Module: lanes cannot share a scripted one")
+    for path, module in model.named_modules():
+        if any(nn.parameter.is_lazy(t) for t in [*module._parameters.values(), *module._buffers.values()]):
+            raise TaskError(
+                f"{name}.model(): {path} has no shape before its first call. Call the model once in model(), "
+                f"model(torch.zeros(1, ...)), before you return it."
+            )
     return task, model
 
 
@@ -156,36 +216,17 @@ def seeded(seed: int) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-@contextmanager
-def _reads(task: Task) -> Iterator[set[str]]:
-    """Record which attributes of a task are read."""
-    cls, names = type(task), set[str]()
-
-    def record(self: Task, name: str) -> Any:
-        names.add(name)
-        return cls.__getattribute__(self, name)
-
-    # __slots__ and an unchanged layout, so that the instance may take the class for a while
-    recording = type(cls.__name__, (cls,), {"__getattribute__": record, "__slots__": (), "__module__": cls.__module__})
-    task.__class__ = recording
-    try:
-        yield names
-    finally:
-        task.__class__ = cls
-
-
-def _rides(value: Any) -> bool:
-    return isinstance(value, float | Tensor)
-
-
-def _alike(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor)
+def _ride(mine: Any, theirs: Any) -> bool:
+    """Whether two values may stand in two lanes of one graph."""
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        return mine.shape == theirs.shape and mine.dtype == theirs.dtype
+    return all(isinstance(v, Real) and not isinstance(v, Rational) for v in (mine, theirs))
 
 
 def _cannot_ride(path: Path, mine: Any, theirs: Any, experiment: Experiment) -> TaskError:
     def show(value: Any) -> str:
+        if isinstance(value, Alias):
+            return f"the parameter or buffer {value.name}"
         return f"a tensor {tuple(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else repr(value)
 
     return TaskError(

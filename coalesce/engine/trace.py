@@ -27,6 +27,9 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
         A graph with one placeholder per input, in order, and one list as its output, in which no operation writes
         to another's tensor. Tensors that the function closed over are constants of the graph module.
     """
+    # one of the decompositions, max pooling's, reaches for it as an attribute of its package
+    import torch._inductor.lowering
+
     table = select_decomp_table()
     # A tensor given twice would be one input to the tracer, and the second placeholder would have no user.
     distinct: dict[int, Tensor] = {}

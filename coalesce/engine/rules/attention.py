@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coalesce.engine.rules.dropout import drop
+from coalesce.engine.rules.dropout import Rate, carried, drop
 from coalesce.engine.rules.mode import Rules, rule
 
 
@@ -25,6 +26,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    dropout_p = carried(dropout_p)
     if not isinstance(dropout_p, Tensor) and dropout_p == 0:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -43,6 +45,9 @@ def scaled_dot_product_attention(
     return drop(rules, weights, dropout_p, weights.shape) @ value
 
 
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
 @rule(F.multi_head_attention_forward)
 def multi_head_attention_forward(rules: Rules, *args: Any, **kwargs: Any) -> Any:
     # A mode is off inside its own handler, so the dropout within would escape it; and under the mode the function
@@ -56,5 +61,8 @@ def multi_head_attention_forward(rules: Rules, *args: Any, **kwargs: Any) -> Any
         function.__closure__,
     )
     body.__kwdefaults__ = function.__kwdefaults__
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
+    if isinstance(given["dropout_p"], Tensor):
+        given["dropout_p"] = Rate(given["dropout_p"])
     with rules:
-        return body(*args, **kwargs)
+        return body(**given)

@@ -15,6 +15,22 @@ from torch.nn import functional as F
 from coalesce.engine.rules.mode import Rules, rule
 
 
+class Rate(float):
+    """A rate that rides, for code of torch's that compares it with 0 before it passes it on."""
+
+    tensor: Tensor
+
+    def __new__(cls, tensor: Tensor) -> Rate:
+        rate = super().__new__(cls, 0.5)
+        rate.tensor = tensor
+        return rate
+
+
+def carried(p: float | Tensor) -> float | Tensor:
+    """The tensor that a `Rate` carries; anything else as it is."""
+    return p.tensor if isinstance(p, Rate) else p
+
+
 def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """Zero the entries of x whose draw lies below p and divide the rest by 1 - p.
 
@@ -23,6 +39,7 @@ def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Te
         p: the rate; 1 drops everything.
         shape: of the mask; broadcasts against x.
     """
+    p = carried(p)
     draw = rules.uniform(shape, x.dtype)
     if isinstance(p, Tensor):
         # at p = 1 nothing is kept, and 1 / 0 must not make a NaN of it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -46,10 +47,22 @@ class Rules(TorchFunctionMode):
         step: 0-d int64, updates done.
         riding: path as the user writes it → the 0-d tensor that stands there. For messages.
         labels: where to note which tensors were labels of how many classes, if anybody wants to know.
+        origins: path as in ``riding`` → the swept key that it follows from.
+        watch: raise if a function draws from torch's global generator, which outside a trace it can.
     """
 
-    def __init__(self, key: Tensor, step: Tensor, riding: Mapping[str, Any], labels: list[Labels] | None = None):
+    def __init__(
+        self,
+        key: Tensor,
+        step: Tensor,
+        riding: Mapping[str, Any],
+        labels: list[Labels] | None = None,
+        origins: Mapping[str, str] | None = None,
+        watch: bool = False,
+    ):
         super().__init__()
+        self.origins = origins or {}
+        self.watch = watch
         self.key = key
         self.step = step
         self.riding = riding
@@ -71,28 +84,31 @@ class Rules(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         handler = RULES.get(func)
-        if handler is not None:
-            return handler(self, *args, **kwargs)
+        before = torch.random.get_rng_state() if self.watch else None
         try:
-            return func(*args, **kwargs)
+            returned = func(*args, **kwargs) if handler is None else handler(self, *args, **kwargs)
+        except TaskError:
+            raise
         except (RuntimeError, TypeError) as error:
             explained = self._explain(func, error, [*args, *kwargs.values()])
             if explained is None:
                 raise
             raise explained from error
+        if before is not None and not torch.equal(before, torch.random.get_rng_state()):
+            raise _draws(func)
+        return returned
 
     def _explain(self, func: Callable[..., Any], error: Exception, given: Sequence[Any]) -> TaskError | None:
         name = getattr(func, "__name__", str(func))
         text = str(error)
         hit = [path for path, value in self.riding.items() if any(value is g for g in given)]
-        python_number = ".item()" in text or "must be Number" in text or "must be float" in text
-        if hit and (python_number or isinstance(error, TypeError)):
-            way = f'name it in the task: static = ("{hit[0].rsplit(".", 1)[-1]}",); it then picks another graph'
+        asks_value = ".item()" in text or "data-dependent control flow" in text or "Cannot access data pointer" in text
+        if hit and (asks_value or "must be Number" in text or isinstance(error, TypeError)):
             return TaskError(
                 f"{name}() takes only a Python number where {hit[0]} stands, and {hit[0]} differs between the lanes "
-                f"of this graph. {way}, or write the operation with tensor arithmetic.\n{user_line()}"
+                f"of this graph{self._follows(hit[0])}, or write the operation with tensor arithmetic.\n{user_line()}"
             )
-        if ".item()" in text or "data-dependent control flow" in text:
+        if asks_value:
             rides = ", ".join(self.riding) or "none"
             return TaskError(
                 f"{name}() asks for the value of a tensor while the graph is traced, where it has none yet: a Python "
@@ -101,11 +117,25 @@ class Rules(TorchFunctionMode):
                 f"static = (...,). Floats that ride here: {rides}.\n{user_line()}"
             )
         if "random operation" in text:
-            return TaskError(
-                f"{name}() draws from torch's global generator, which all lanes would share. Draw in the model's "
-                f"dropout layers, or outside the graph in data() or model().\n{user_line()}"
-            )
+            return _draws(func)
         return None
+
+    def _follows(self, path: str) -> str:
+        """Where a value that rides comes from, and how to keep it from riding."""
+        origin = self.origins.get(path, "")
+        if not origin.startswith("task."):
+            return ", since it follows from the seed. Compute it from an argument of the task"
+        argument = origin.removeprefix("task.").split(".")[0]
+        source = "" if origin == path else f", since it follows from {origin}"
+        return f'{source}. Name it in the task, static = ("{argument}",), so that each value picks another graph'
+
+
+def _draws(func: Callable[..., Any]) -> TaskError:
+    name = getattr(func, "__name__", str(func))
+    return TaskError(
+        f"{name}() draws from torch's global generator, which all lanes would share. Draw in the model's dropout "
+        f"layers, or outside the graph in data() or model().\n{user_line()}"
+    )
 
 
 def user_line(error: BaseException | None = None) -> str:
@@ -115,17 +145,32 @@ def user_line(error: BaseException | None = None) -> str:
         error: whose traceback to look at; without one, the stack that stands.
     """
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    ours = str(Path(__file__).parents[2])
-    theirs = [f for f in frames if not _library(f.filename, ours)]
-    chosen = theirs[-1] if theirs else frames[-1]
+    kinds = [_kind(frame.filename) for frame in frames]
+    # what called us is no part of the task
+    first = kinds.index("ours") if "ours" in kinds else 0
+    inside = list(zip(frames, kinds, strict=True))[first:]
+    # a task may be installed beside other packages: their lines count if there is none outside
+    theirs = [f for f, kind in inside if kind == "user"] or [f for f, kind in inside if kind == "package"]
+    if not theirs:
+        return "  (at no line of the task's own)"
+    chosen = theirs[-1]
     source = linecache.getline(chosen.filename, chosen.lineno or 0).strip()
     return f'  File "{chosen.filename}", line {chosen.lineno}, in {chosen.name}\n    {source}'
 
 
-def _library(filename: str, ours: str) -> bool:
+_OURS = Path(__file__).parents[2]
+_HOMES = {
+    "torch": Path(torch.__file__).parent,
+    "package": Path(sysconfig.get_path("purelib")),
+    "python": Path(sysconfig.get_path("stdlib")),
+}
+
+
+def _kind(filename: str) -> str:
     path = Path(filename)
-    if filename.startswith(ours):
+    if path.is_relative_to(_OURS):
         # the tasks that ship are read as a user's own would be
-        return path.parent.name != "tasks"
-    torch_home = str(Path(torch.__file__).parent)
-    return filename.startswith(torch_home) or filename.startswith("<") or path == Path(traceback.__file__)
+        return "user" if path.is_relative_to(_OURS / "tasks") else "ours"
+    if filename.startswith("<"):
+        return "python"
+    return next((kind for kind, home in _HOMES.items() if path.is_relative_to(home)), "user")

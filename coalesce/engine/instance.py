@@ -1,0 +1,72 @@
+"""One build of a task and its model, into which the tensors of another experiment can be put."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from coalesce.engine.objects import Alias, Path, attributes, installed
+from coalesce.task import Task
+
+
+class Instance:
+    """A task and its model.
+
+    Each trace takes a new one: what the user's code leaves behind in an attribute while it is traced (a mask that is
+    made at the first call) belongs to that trace, and would be garbage in another.
+    """
+
+    def __init__(self, task: Task, model: nn.Module):
+        self.task = task
+        self.model = model
+
+    @property
+    def name(self) -> str:
+        """Of the task's class."""
+        return type(self.task).__name__
+
+    @property
+    def roots(self) -> dict[str, object]:
+        return {"task": self.task, "model": self.model}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, each once."""
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+
+    @contextmanager
+    def holding(self, tensors: MutableMapping[str, Tensor], riding: Mapping[Path, Any]) -> Iterator[None]:
+        """Put tensors in the place of parameters and buffers, and values in the place of attributes, for a while.
+
+        (`torch.func.functional_call` leaves its tensors behind in a module that stands in the model twice, and knows
+        nothing of other references to a parameter.)
+
+        Args:
+            tensors: name → tensor for each of `tensors`. At the end, a buffer that the code in the block replaced
+                is replaced here.
+            riding: path → value.
+        """
+        names = {id(t): n for n, t in self.tensors().items()}
+        places: list[tuple[Any, str, Tensor]] = []
+        aliases = {path: tensors[name] for path, name in self._aliases.items()}
+        for module in self.model.modules():
+            for kept in (module._parameters, module._buffers):
+                places += [(kept, key, t) for key, t in kept.items() if t is not None]
+        try:
+            for kept, key, tensor in places:
+                kept[key] = tensors[names[id(tensor)]]
+            with installed(self.roots, aliases | dict(riding)):
+                yield
+            found = {names[id(tensor)]: kept.get(key) for kept, key, tensor in reversed(places)}
+            tensors.update({n: t for n, t in found.items() if t is not None})
+        finally:
+            for kept, key, tensor in places:
+                kept[key] = tensor
+
+    @cached_property
+    def _aliases(self) -> dict[Path, str]:
+        """Other references to parameters and buffers: ``self.weights = list(model.parameters())``."""
+        return {path: value.name for path, value in attributes(self.roots) if isinstance(value, Alias)}

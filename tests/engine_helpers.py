@@ -1,0 +1,213 @@
+"""Experiments of a task class, lanes of them, and the plain loops that they are compared with.
+
+The plain loop stands on stock PyTorch alone: `nn.Module`, `torch.optim`, `torch.optim.lr_scheduler`, autograd. Of
+coalesce it uses the two streams that are defined as functions of (seed, position) and of (seed, step, call), so that
+both sides see the same batches and the same dropout masks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import coalesce
+from coalesce.configuration import rides
+from coalesce.engine.lanes import Lanes
+from coalesce.engine.template import Template, task_class
+from coalesce.experiment import Experiment, group
+from coalesce.optim import OPTIMIZERS, SCHEDULES
+from coalesce.random import key_of, shuffled, uniform
+from coalesce.task import Task
+
+Config = Mapping[str, Any]
+
+
+class Toy(coalesce.Task):
+    """Linear(10, 33)-ReLU-Dropout-Linear(33, 3) on 57 samples: sizes that leave a tail in every vector of the CPU.
+
+    The numbers are drawn in float32 whatever the dtype is, so that two dtypes start from the same ones.
+    """
+
+    def __init__(self, dropout: float = 0.0, smoothing: float = 0.0, dtype: str = "float32"):
+        self.dropout = dropout
+        self.smoothing = smoothing
+        self.dtype = getattr(torch, dtype)
+
+    def data(self) -> coalesce.Data:
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(57, 10, generator=generator).to(self.dtype)
+        y = torch.randint(3, (57,), generator=generator)
+        return coalesce.Data(train=(x, y), val=(x[:20], y[:20]), classes=3)
+
+    def model(self) -> nn.Module:
+        layers = [nn.Linear(10, 33), nn.ReLU(), nn.Dropout(self.dropout), nn.Linear(33, 3)]
+        return nn.Sequential(*layers).to(self.dtype)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> coalesce.task.Loss:
+        x, y = batch
+        return F.cross_entropy(model(x), y, label_smoothing=self.smoothing)
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        x, y = batch
+        logits = model(x)
+        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).double().mean()}
+
+
+_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+
+def experiment(
+    task: type[Task],
+    arguments: Config | None = None,
+    optimizer: Config | str = "sgd",
+    schedule: Config | str = "constant",
+    steps: int = 10,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> Experiment:
+    """One experiment of a task class that stands at the top level of a module."""
+
+    def resolve(rules: Mapping[str, Any], given: Config | str, key: str) -> dict[str, Any]:
+        config = {"name": given} if isinstance(given, str) else dict(given)
+        resolved, problems = rules[config["name"]].check(config, key)
+        assert not problems, problems
+        return dict(resolved)
+
+    return Experiment(
+        {
+            "task": {"_target_": f"{task.__module__}.{task.__qualname__}", **(arguments or {})},
+            "optimizer": resolve(OPTIMIZERS, optimizer, "optimizer"),
+            "schedule": resolve(SCHEDULES, schedule, "schedule"),
+            "steps": steps,
+            "batch_size": batch_size,
+            "seed": seed,
+        }
+    )
+
+
+def template_of(experiments: Sequence[Experiment]) -> Template:
+    """The template of experiments that share one graph."""
+    cohorts = group(experiments, rides)
+    assert len(cohorts) == 1, f"these experiments make {len(cohorts)} cohorts"
+    return Template(cohorts[0])
+
+
+def lanes_of(
+    experiments: Sequence[Experiment], width: int | None = None, compile: bool = False, **options: Any
+) -> Lanes:
+    """Lanes of one cohort, each filled with the experiment of its number."""
+    lanes = Lanes(template_of(experiments), width or len(experiments), compile=compile, **options)
+    for lane, one in enumerate(experiments):
+        lanes.fill(lane, one)
+    return lanes
+
+
+@dataclass
+class Alone:
+    """An experiment in a plain loop."""
+
+    task: Task
+    model: nn.Module
+    losses: list[float] = field(default_factory=list)
+
+
+def train_alone(experiment: Experiment, steps: int | None = None, after: Callable[..., None] | None = None) -> Alone:
+    """The experiment as stock PyTorch trains it.
+
+    Args:
+        steps: how many of its steps to take; all by default.
+        after: called with (step, task, model) after each update.
+    """
+    alone = build_alone(experiment)
+    task, model = alone.task, alone.model
+    optimizer, scheduler = make_optimizer(model, experiment)
+    data, key = task.data(), key_of(experiment.seed)
+    for step in range(experiment.steps if steps is None else steps):
+        position = step * experiment.batch_size + torch.arange(experiment.batch_size)
+        batch = data.batch("train", shuffled(key, position, data.sizes["train"]))
+        model.train()
+        optimizer.zero_grad()
+        with stream_dropout(key, step):
+            loss = task.loss(model, batch)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        clip = experiment.config["optimizer"]["clip_norm"]
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+        alone.losses.append(loss.item())
+        if after is not None:
+            after(step, task, model)
+    return alone
+
+
+def build_alone(experiment: Experiment) -> Alone:
+    """The task, and the model as `torch.manual_seed` makes it."""
+    arguments = {k: v for k, v in experiment.config["task"].items() if k != "_target_"}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(experiment.seed)
+        task = task_class(experiment)(**arguments)
+        torch.manual_seed(experiment.seed)
+        return Alone(task, task.model())
+
+
+def make_optimizer(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
+    """The `torch.optim` class that the configuration names, and its learning rate scheduler."""
+    config = dict(experiment.config["optimizer"])
+    name, _ = config.pop("name"), config.pop("clip_norm")
+    if "betas" in config:
+        config["betas"] = tuple(config["betas"])
+    optimizer = _TORCH[name](model.parameters(), **config)
+    schedule, steps = experiment.config["schedule"], experiment.steps
+    warmup = schedule["warmup"]
+    scheduler: Any
+    if schedule["name"] == "cosine":
+        least = schedule["final"] * config["lr"]
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=least)
+    else:
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    if warmup:
+        rise = torch.optim.lr_scheduler.LinearLR(optimizer, schedule["warmup_start"], total_iters=warmup)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, scheduler], milestones=[warmup])
+    return optimizer, scheduler
+
+
+@contextmanager
+def stream_dropout(key: Tensor, step: int) -> Iterator[None]:
+    """Dropout layers draw from the stream of (key, step), call after call. The masks are applied by hand."""
+    calls = 0
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        nonlocal calls
+        if not training:
+            return input
+        calls += 1
+        kept = uniform(key, torch.tensor(step), calls, input.shape, input.dtype) >= p
+        return torch.where(kept, input / (1 - p) if p < 1 else input, 0.0)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, dropout_p: float = 0.0) -> Tensor:
+        """As the documentation of `scaled_dot_product_attention` defines it, without masks."""
+        given = dict(zip(("mask", "dropout_p", "is_causal"), options, strict=False))
+        assert given.get("mask") is None
+        assert not given.get("is_causal")
+        weight = torch.softmax(query @ key.transpose(-2, -1) / math.sqrt(query.size(-1)), dim=-1)
+        return dropout(weight, given.get("dropout_p", dropout_p)) @ value
+
+    with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
+        yield
+
+
+def worst(lanes: Lanes, lane: int, model: nn.Module, leave_out: Sequence[str] = ()) -> float:
+    """The largest difference between a lane's weights and buffers and a plain model's."""
+    mine, theirs = lanes.state_dict(lane), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    return max((mine[n].double() - theirs[n].double()).abs().max().item() for n in theirs if n not in leave_out)
