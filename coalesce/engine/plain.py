@@ -6,6 +6,8 @@ and neither tracing nor vmap.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,9 @@ class Plain:
         self.optimizer = riding_hyperparameters(self.template.optimizer, config["optimizer"])
         self.schedule = riding_hyperparameters(self.template.schedule, config["schedule"])
         named = dict(self.model.named_parameters())
-        self.slots = {n: self.template.optimizer.init(named[n].detach(), config["optimizer"]) for n in self._trained()}
+        self.slots = {
+            n: self.template.optimizer.init(named[n].detach(), config["optimizer"]) for n in self.template.trained
+        }
         self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
         self.step, self.alive = 0, True
 
@@ -87,9 +91,6 @@ class Plain:
         """The model's, on the CPU."""
         return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
 
-    def _trained(self) -> tuple[str, ...]:
-        return self.template.trained
-
     def _count(self, value: int) -> Tensor:
         return torch.tensor(value, dtype=torch.int64, device=self.device)
 
@@ -103,15 +104,12 @@ class Plain:
         with Rules(self.key, self._count(self.step), {}):
             loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
         if not torch.isfinite(loss):
-            self.alive = False
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(before[name])
-            return
+            return self._break(before)
         # before the update: what the task returned may be a parameter itself
-        self.metrics = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
+        metrics = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
         loss.backward()
         named = dict(self.model.named_parameters())
-        trained = [named[n] for n in self._trained()]
+        trained = [named[n] for n in self.template.trained]
         if self.optimizer.get("clip_norm") is not None:
             torch.nn.utils.clip_grad_norm_(trained, float(self.optimizer["clip_norm"]))
         riding = dict(self.optimizer)
@@ -121,7 +119,7 @@ class Plain:
         hyper = hyperparameters(template.optimizer, config["optimizer"], riding)
         sound = True
         with torch.no_grad():
-            for name in self._trained():
+            for name in self.template.trained:
                 param, grad = named[name], named[name].grad
                 if grad is None:
                     # this step's loss had no use for it; torch.optim skips it too
@@ -132,5 +130,13 @@ class Plain:
                 sound = sound and bool(kept.all())
                 self.slots[name] = {n: torch.where(kept, v, self.slots[name][n]) for n, v in slots.items()}
                 param.copy_(torch.where(kept, new, param))
-        self.alive = sound
-        self.step += sound
+        if not sound:
+            return self._break(before)
+        self.metrics = metrics
+        self.step += 1
+
+    def _break(self, buffers: Mapping[str, Tensor]) -> None:
+        """Stand still, with the buffers of the last step that was taken."""
+        self.alive = False
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(buffers[name])

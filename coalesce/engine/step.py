@@ -58,13 +58,15 @@ def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tupl
     for name in reversed(template.trained):
         broken.append(_place_update(template, name, state, graph, holders, results, updates))
 
-    written = {n: results[n] for n in results if n.partition("/")[0] in ("train", "buffer")}
-    last = list(graph.nodes)[-1]
-    finish = trace(_finish, [state["lane/alive"], state["lane/step"], state["lane/steps"], *[state["lane/alive"]] * 2])
-    any_broken, last = _any(graph, broken, last)
-    arguments = [holders["lane/alive"], holders["lane/step"], holders["lane/steps"], results["good"], any_broken]
-    (written["lane/alive"], written["lane/step"]), last = inline(graph, finish, arguments, last)
-    for name, value in written.items():
+    any_broken, last = _any(graph, broken, list(graph.nodes)[-1])
+    kept = [n for n in results if n.partition("/")[0] in ("train", "buffer")]
+    clock = [f"lane/{n}" for n in ("alive", "step", "steps")]
+    lanes = [state[n] for n in [*clock, "lane/alive", "lane/alive"]]
+    finish = trace(_finish, [*lanes, *(_example(results[n]) for n in kept), *(state[n] for n in kept)])
+    arguments = [*(holders[n] for n in clock), results["good"], any_broken]
+    arguments += [*(results[n] for n in kept), *(holders[n] for n in kept)]
+    written, last = inline(graph, finish, arguments, last)
+    for name, value in zip(["lane/alive", "lane/step", *kept], written, strict=True):
         last = _write(graph, holders[name], value, last)
     with graph.inserting_after(last):
         graph.output([])
@@ -117,16 +119,14 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
     if clip is not None:
         gradients = _clip(gradients, clip)
 
-    def taken(new: Tensor, old: Tensor) -> Tensor:
-        return torch.where(_lanes(good, old), new.to(old.dtype), old)
-
     return [
         good,
         step + 1,
         *optimizer.values(),
         *(gradients[n] for n in template.trained),
-        *(taken(metrics[n], old) for n, old in part(state, "train").items()),
-        *(taken(after[n], old) for n, old in buffers.items()),
+        # copies, since a metric may be a parameter itself, which will have been updated by the time it is kept
+        *(metrics[n].to(old.dtype, copy=True) for n, old in part(state, "train").items()),
+        *(after[n] for n in buffers),
     ]
 
 
@@ -205,10 +205,17 @@ def _update(template: Template, slots: Sequence[str], hyper: Sequence[str], *inp
     return [torch.where(kept, new, param), *(torch.where(kept, moments[n], state[n]) for n in slots), broken]
 
 
-def _finish(alive: Tensor, step: Tensor, steps: Tensor, good: Tensor, broken: Tensor) -> list[Tensor]:
+def _finish(alive: Tensor, step: Tensor, steps: Tensor, good: Tensor, broken: Tensor, *values: Tensor) -> list[Tensor]:
+    """The lanes' clock after a step; and its metrics and buffers, where it was taken.
+
+    Args:
+        values: the new ones, then the old ones in the same order.
+    """
     done = good & ~broken
     active = alive & (step < steps)
-    return [alive & (done | ~active), step + done.to(step.dtype)]
+    pairs = zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
+    kept = [torch.where(_lanes(done, old), new.to(old.dtype), old) for new, old in pairs]
+    return [alive & (done | ~active), step + done.to(step.dtype), *kept]
 
 
 def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -218,6 +225,12 @@ def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.N
         with graph.inserting_after(last):
             last = total = graph.call_function(torch.ops.aten.logical_or.default, (total, flag))
     return total, last
+
+
+def _example(node: fx.Node) -> Tensor:
+    """A real tensor that looks like a traced value."""
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:

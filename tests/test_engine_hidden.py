@@ -1,0 +1,422 @@
+"""Where a float or a tensor that differs between lanes may hide, and other references to a parameter.
+
+Oracle: the plain loop. Every way of keeping a value must either train as the plain loop does, lane by lane, or be
+refused before anything is traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import coalesce
+from coalesce.engine.objects import spell
+from coalesce.errors import TaskError
+from coalesce.experiment import Experiment
+from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
+
+
+class Small(coalesce.Task):
+    """A tanh network in float64, whose loss or model uses the float ``a``."""
+
+    def __init__(self, a: float = 0.2):
+        self.a = a
+
+    def data(self) -> coalesce.Data:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(33, 4, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (33,), generator=generator)
+        return coalesce.Data(train=(x, y), val=(x[:20], y[:20]))
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(model(x), y) * self.factor()
+
+    def factor(self) -> Any:
+        return 1.0
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": F.cross_entropy(model(x), y)}
+
+
+class Net(nn.Module):
+    """Linear(4, 5), an activation of the caller's, Linear(5, 3)."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.tanh, **attributes: Any):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.act = act
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.act(self.first(x)))
+
+
+class Scale:
+    def __init__(self, a: float):
+        self.a = a
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.tanh(z) * self.a
+
+    def method(self, z: Tensor) -> Tensor:
+        return self(z)
+
+
+def scaled_by(z: Any, a: Any) -> Any:
+    return z * a
+
+
+def scaled(a: Any, z: Any) -> Any:
+    return z * a
+
+
+@dataclass
+class Config:
+    a: float
+
+
+@dataclass(frozen=True)
+class Frozen:
+    a: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    a: float
+
+
+class Pair(NamedTuple):
+    a: float
+    b: float
+
+
+def in_config(make: Callable[[float], Any], read: Callable[[Any], Any]) -> type[Small]:
+    """A task that holds the float in an attribute, and whose loss reads it from there."""
+
+    class Task(Small):
+        def __init__(self, a: float = 0.2):
+            self.kept = make(a)
+
+        def factor(self) -> Any:
+            return 1 + read(self.kept)
+
+    return Task
+
+
+#: How to keep a float, and how to read it.
+KEPT: dict[str, tuple[Callable[[float], Any], Callable[[Any], Any]]] = {
+    "dataclass": (Config, lambda c: c.a),
+    "frozen dataclass": (Frozen, lambda c: c.a),
+    "slots": (Slots, lambda c: c.a),
+    "namespace": (lambda a: types.SimpleNamespace(a=a), lambda c: c.a),
+    "named tuple": (lambda a: Pair(a, 1.0), lambda c: c.a),
+    "tuple": (lambda a: (1.0, a), lambda c: c[1]),
+    "nested tuples": (lambda a: [((a, 2), 1.0)], lambda c: c[0][0][0]),
+    "list, twice": (lambda a: [a, 2 * a, 0.3], sum),
+    "dict": (lambda a: {"a": {"b": a}}, lambda c: c["a"]["b"]),
+    "deque": (lambda a: deque([a]), lambda c: c[0]),
+    "NumPy scalar": (np.float64, lambda c: c),
+    "computed": (lambda a: 1 / a, lambda c: c),
+    "tensor": (lambda a: torch.tensor([a, 1.0], dtype=torch.float64), lambda c: c[0]),
+}
+
+
+def default_argument(a: float) -> Callable[[Tensor], Tensor]:
+    def function(z: Tensor, a: float = a) -> Tensor:
+        return z * a
+
+    return function
+
+
+def keyword_default(a: float) -> Callable[[Tensor], Tensor]:
+    def function(z: Tensor, *, a: float = a) -> Tensor:
+        return z * a
+
+    return function
+
+
+#: Functions that keep a float, and give z * a.
+FUNCTIONS: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
+    "closure": lambda a: lambda z: z * a,
+    "default argument": default_argument,
+    "keyword default": keyword_default,
+    "partial, by name": lambda a: functools.partial(scaled_by, a=a),
+    "partial, by place": lambda a: functools.partial(scaled, a),
+    "callable object": Scale,
+    "bound method": lambda a: Scale(a).method,
+}
+
+
+class Keeper(Small):
+    """Everything at once, each with a weight of its own in the loss, so that no two errors cancel."""
+
+    def __init__(self, a: float = 0.2):
+        self.a = a
+        self.kept = {name: make(a) for name, (make, _) in KEPT.items()}
+
+    @property
+    def inverse(self) -> Any:
+        return 1 / (self.a + 1)
+
+    @functools.cached_property
+    def root(self) -> Any:
+        return self.a**0.5
+
+    def own(self, z: Tensor) -> Tensor:
+        return z * self.a
+
+    def model(self) -> nn.Module:
+        functions = {name: make(self.a) for name, make in FUNCTIONS.items()} | {"method of the task": self.own}
+        return Net(lambda z: torch.stack([f(torch.tanh(z * (1 + i))) for i, f in enumerate(functions.values())]).sum(0))
+
+    def factor(self) -> Any:
+        values = [read(self.kept[name]) for name, (_, read) in KEPT.items()] + [self.inverse, self.root]
+        return 1 + sum(0.1 * (i + 1) * value for i, value in enumerate(values))
+
+
+class Seeded(Small):
+    """Tensors that follow from the seed and are not the model's own: plain attributes, a fixed random network as
+    teacher, a layer in a plain list, a copy of the initial weights."""
+
+    def __init__(self, a: float = 0.2):
+        self.a = a
+        self.early = nn.Linear(4, 3).double()
+
+    def model(self) -> nn.Module:
+        layer = nn.Linear(5, 5).double()
+        model = Net(layers=[layer], act=lambda z: torch.tanh(layer(torch.tanh(z))))
+        model.projection = torch.rand(3, dtype=torch.float64)
+        self.scale = torch.rand(3, dtype=torch.float64)
+        self.teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().eval()
+        self.start = copy.deepcopy([*model.parameters()])
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        x, y = batch
+        target = self.teacher(x).detach() + self.early(x).detach()
+        loss = F.cross_entropy(model(x) * model.projection * self.scale, y) + F.mse_loss(model(x), target)
+        pairs = zip(model.parameters(), self.start, strict=True)
+        return loss + 0.3 * sum((p - q.detach()).square().sum() for p, q in pairs)
+
+
+class Referring(Small):
+    """Other references to the model and to its parameters."""
+
+    def model(self) -> nn.Module:
+        self.net = Net()
+        self.listed = list(self.net.parameters())
+        self.tied = tuple(self.net.last.parameters())
+        weight = self.net.first.weight
+        self.penalty = lambda: weight.square().sum()
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        squares = sum(p.square().sum() for p in [*self.listed, *self.tied])
+        return super().loss(self.net, batch) + 0.1 * squares + 0.2 * self.penalty()
+
+
+class Twice(Small):
+    """One module in two places of the model, and one parameter in two modules."""
+
+    def model(self) -> nn.Module:
+        inner, third = nn.Linear(5, 5), nn.Linear(5, 5)
+        third.weight = inner.weight
+        return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), inner, nn.Tanh(), inner, third, nn.Linear(5, 3)).double()
+
+
+class InLocalVariable(Small):
+    """The class of the model is made in model(): the float is in a closure of its method, not of an attribute."""
+
+    def model(self) -> nn.Module:
+        a = self.a
+
+        class Local(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * a
+
+        return Local()
+
+
+class TensorInLocalVariable(Small):
+    def model(self) -> nn.Module:
+        projection = torch.rand(3, dtype=torch.float64)
+
+        class Local(Net):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * projection
+
+        return Local()
+
+
+class ForwardHook(Small):
+    def model(self) -> nn.Module:
+        model, a = Net(), self.a
+        model.first.register_forward_hook(lambda module, inputs, output: output * a)
+        return model
+
+
+class Global(Small):
+    """The constructor leaves the float where every instance sees it."""
+
+    shared: Mapping[str, float] = {}
+
+    def __init__(self, a: float = 0.2):
+        type(self).shared = {"a": a}
+
+    def factor(self) -> Any:
+        return 1 + self.shared["a"]
+
+
+class ViewOfParameter(Small):
+    def model(self) -> nn.Module:
+        model = Net()
+        self.transposed = model.first.weight.T
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) + self.transposed.square().sum()
+
+
+class HookOnParameter(Small):
+    def model(self) -> nn.Module:
+        model = Net()
+        model.first.weight.register_hook(lambda gradient: gradient * 2)
+        return model
+
+
+class AsksForType(Small):
+    def factor(self) -> Any:
+        return self.a if isinstance(self.a, float) else 5.0
+
+
+class LooksUp(Small):
+    def factor(self) -> Any:
+        return {0.1: 1.0, 0.2: 2.0, 0.3: 3.0}.get(self.a, 7.0)
+
+
+class ActivationByFloat(Small):
+    def model(self) -> nn.Module:
+        return Net(torch.tanh if self.a < 0.15 else torch.sigmoid)
+
+
+class LayerByFloat(Small):
+    def model(self) -> nn.Module:
+        return Net(nn.Tanh() if self.a < 0.15 else nn.Sigmoid())
+
+
+class ShapeByFloat(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), *(nn.Linear(3, 3) for _ in range(round(self.a * 10)))).double()
+
+
+class IntBySeed(Small):
+    def model(self) -> nn.Module:
+        return Net(power=int(torch.randint(1000, ())))
+
+
+class UnseededInit(Small):
+    def model(self) -> nn.Module:
+        model = Net()
+        model.first.weight.data.copy_(torch.from_numpy(np.random.default_rng().random((5, 4))))
+        return model
+
+
+REFUSED: dict[str, tuple[type[Small], str]] = {
+    "closure of a method": (InLocalVariable, r"task\.a differs, although every attribute"),
+    "tensor in a closure of a method": (TensorInLocalVariable, "seed differs, although every attribute"),
+    "forward hook": (ForwardHook, r"task\.a differs, although every attribute"),
+    "class attribute": (Global, r"task\.a differs, although every attribute"),
+    "view of a parameter": (ViewOfParameter, "when the model gets other weights"),
+    "hook on a parameter": (HookOnParameter, r"the gradient of first\.weight .* when the model gets other weights"),
+    "asks for the type": (AsksForType, r"when task\.a are 0-d tensors"),
+    "looks up in a dict": (LooksUp, r"when task\.a are 0-d tensors"),
+    "set": (in_config(lambda a: {a}, lambda c: next(iter(c))), r"task\.kept is \{0\.1\}"),
+    "NumPy array": (in_config(lambda a: np.array([a]), lambda c: torch.from_numpy(c)[0]), r"task\.kept is array"),
+    "read-only mapping": (
+        in_config(lambda a: types.MappingProxyType({"a": a}), lambda c: c["a"]),
+        r"task\.kept\['a'\] differs between lanes, but a mappingproxy cannot be changed",
+    ),
+    "function by float": (ActivationByFloat, r"model\.act is <built-in method"),
+    "class by float": (LayerByFloat, r"model\.act is <class 'torch\.nn"),
+    "shape by float": (ShapeByFloat, r"another model .*2\.weight has"),
+    "int by seed": (IntBySeed, r"model\.power is"),
+    "initial weights without a seed": (UnseededInit, r"builds another first\.weight each time"),
+}
+
+for _name, (_task, _) in REFUSED.items():
+    # a task is found by its name
+    _task.__module__, _task.__qualname__ = __name__, f"{_task.__name__} {_name}"
+    globals()[_task.__qualname__] = _task
+
+
+def three(task: type[Small]) -> list[Experiment]:
+    return [experiment(task, {"a": 0.1 * i}, {"name": "sgd", "lr": 0.05 * i}, steps=3, seed=i) for i in (2, 1, 3)]
+
+
+@pytest.mark.parametrize("task", [Keeper, Seeded, Referring, Twice])
+def test_followed(task: type[Small]) -> None:
+    experiments = three(task)
+    lanes = lanes_of(experiments)
+    lanes.advance(3)
+    for lane, one in enumerate(experiments):
+        plain = train_alone(one)
+        assert worst(lanes, lane, plain.model) < 1e-12
+        assert lanes.read().metrics["loss"][lane] == pytest.approx(plain.losses[-1], abs=1e-12)
+        expected = plain.task.metrics(plain.model.eval(), plain.task.data().splits["val"])["loss"].item()
+        assert lanes.evaluate("val")["loss"][lane] == pytest.approx(expected, abs=1e-12)
+
+
+def test_every_way_of_keeping_a_float_is_an_input() -> None:
+    template = template_of(three(Keeper))
+    found = {spell(path) for path, origin in template.origins.items() if origin == "task.a"}
+    for name in KEPT:
+        assert any(path.startswith(f"task.kept[{name!r}]") for path in found), name
+    for name in FUNCTIONS:
+        assert any(path.startswith(f"model.act<functions>[{name!r}]") for path in found), name
+    assert "task.a" in found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    task, message = REFUSED[name]
+    with pytest.raises(TaskError, match=message):
+        template_of(three(task))
+
+
+def test_what_changes_by_itself_does_not_ride() -> None:
+    # a time stamp differs between any two builds, and no loss reads it
+    experiments = three(TimeStamp)
+    template = template_of(experiments)
+    assert [path[-1][1] for path in template.riding] == ["a"]
+    assert set(template.origins.values()) == {"task.a"}
+    # a lane of another build, with another time, fits
+    lanes_of(experiments)
+
+
+class TimeStamp(Small):
+    builds = 0
+
+    def __init__(self, a: float = 0.2):
+        type(self).builds += 1
+        self.a, self.number, self.when = a, self.builds, self.builds / 7
+
+    def factor(self) -> Any:
+        return self.a
