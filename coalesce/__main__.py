@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def main() -> int:
     others = [argument for argument in arguments if argument not in flags.overrides]
     try:
         return _run_hydra([*adapt(flags.overrides), *others], flags.overrides)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BdbQuit):  # the latter is "quit" at a breakpoint
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
 
@@ -150,7 +151,10 @@ def run_order(order: Order) -> int:
     from coalesce.store.writer import RunWriter
 
     console = Console()
-    plan = make_plan(order.name, order.keys, order.experiments, rides, order.trainer)
+    # unstacked, a breakpoint may stop in the middle of it, and needs the terminal for itself
+    waiting = console.status("planning: data, one plain step and one trace") if order.trainer.stack else nullcontext()
+    with waiting:
+        plan = make_plan(order.name, order.keys, order.experiments, rides, order.trainer)
     if order.plan_only:
         print_plan(plan, console)
         return DONE

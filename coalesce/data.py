@@ -135,6 +135,13 @@ class Data:
         moved._leaves = {split: [leaf.to(device) for leaf in leaves] for split, leaves in self._leaves.items()}
         return moved
 
+    def equals(self, other: Data) -> bool:
+        """Whether two hold the same samples, bit for bit, in the same structure."""
+        if self._spec != other._spec or self.sizes != other.sizes:
+            return False
+        pairs = [pair for split in self._leaves for pair in zip(self._leaves[split], other._leaves[split], strict=True)]
+        return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+
     def __repr__(self) -> str:
         return f"Data({', '.join(f'{split}={n}' for split, n in self.sizes.items())}, classes={self.classes})"
 

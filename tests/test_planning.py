@@ -307,3 +307,37 @@ def test_a_failure_of_the_first_experiment_stops_the_plan() -> None:
     """One that fails is mostly the first of many: it is told before anything runs."""
     with pytest.raises(TaskError, match=r"no model for 3\.0"):
         planned(Picky, {"task.scale": [3.0, 1.0]})
+
+
+class Guard(ToyMlp):
+    """A guard against NaN as people write it: a Python branch on a tensor (case 22)."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        if torch.isnan(loss):
+            raise RuntimeError("diverged")
+        return loss
+
+
+class Looker(ToyMlp):
+    """A metric that is taken out of the graph."""
+
+    def metrics(self, model: nn.Module, batch: Any) -> Any:
+        return {"loss": torch.tensor(F.cross_entropy(model(batch[0]), batch[1]).item())}
+
+
+@pytest.mark.parametrize(("task", "line"), [(Guard, "if torch.isnan(loss):"), (Looker, ".item()")])
+def test_what_cannot_be_traced_is_known_before_the_run(task: type[coalesce.Task], line: str) -> None:
+    with pytest.raises(TaskError, match="while the graph is traced") as caught:
+        planned(task, {"seed": [0, 1]}, batch_size=17, monitor="train/loss")
+    assert line in str(caught.value)
+    assert "test_planning.py" in str(caught.value)
+    # unstacked, nothing is traced, and the code is plain PyTorch
+    assert planned(task, {"seed": [0, 1]}, batch_size=17, monitor="train/loss", stack=False).cohorts
+
+
+def test_cohorts_with_the_same_data_keep_them_once() -> None:
+    plan = planned(ToyMlp, {"optimizer": ["sgd", "adam"]}, batch_size=17, monitor="train/loss")
+    first, second = (c.template for c in plan.cohorts)
+    assert first is not second
+    assert first.data is second.data

@@ -121,7 +121,7 @@ def test_each_experiment_is_told_what_it_would_be_told_alone(
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "Lanes", NumberLanes)
-        patch.setattr(runner, "Template", lambda cohort: template)
+        patch.setattr(runner, "Template", lambda cohort, audit: template)
         results = runner.run(plan, [recorder])
     assert sorted(r.experiment.seed for r in results) == list(range(len(courses)))
     assert results == recorder.results

@@ -3,6 +3,7 @@ plain backward pass does is seen rather than assumed."""
 
 from __future__ import annotations
 
+from bdb import BdbQuit
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def own_code(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (TaskError, ConfigError):
+    except (TaskError, ConfigError, BdbQuit):
         raise
     except Exception as error:
         raise TaskError(f"{what} raised {type(error).__name__}: {error}\n{user_line(error)}") from error
@@ -188,7 +189,7 @@ def _check_labels(seen: list[Labels], batch: Any, data: Data) -> None:
                     Problem(
                         f"task.data.{split}",
                         leaf[where].item(),
-                        f"label out of range at sample {where[0]}, and at {int(wrong.sum()) - 1} more places",
+                        f"label out of range: {int(wrong.sum())} of {wrong.numel()}, the first at sample {where[0]}",
                         f"0 to {classes - 1}: the model gives {classes} scores",
                     )
                 )

@@ -28,6 +28,8 @@ class Template:
 
     Args:
         cohort: the experiments; the first one is the representative.
+        audit: look for what a lane could not have of its own. Needless for experiments that run unstacked, whose code
+            may keep a counter or print.
 
     Attributes:
         task, model: the representative's.
@@ -43,7 +45,7 @@ class Template:
         ConfigError: the data do not fit.
     """
 
-    def __init__(self, cohort: Cohort):
+    def __init__(self, cohort: Cohort, audit: bool = True):
         self.cohort = cohort
         self.experiment = cohort.experiments[0]
         self.task_class = task_class(self.experiment)
@@ -59,8 +61,9 @@ class Template:
         self.trained = tuple(n for n, p in named.items() if p.requires_grad and n not in self.rehearsal.unused)
         self.fixed = tuple(n for n in named if n not in self.trained)
         self.dtype = _riding_dtype(self.model)
-        variants = dict(self._variants())
-        Audit(_instance, self.experiment, variants, self.origins, self.data, self.dtype).run()
+        if audit:
+            variants = dict(self._variants())
+            Audit(_instance, self.experiment, variants, self.origins, self.data, self.dtype).run()
 
     @property
     def static_hyper(self) -> dict[str, Any]:

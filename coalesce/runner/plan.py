@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from coalesce.experiment import Cohort, Experiment
 
@@ -48,6 +49,8 @@ class PlannedCohort:
         parameters: parameters of one lane (elements).
         bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
         bytes_shared: the data that all lanes read.
+        template: what the planner built of the cohort (a `coalesce.engine.template.Template`), for the run to use;
+            without it the run builds its own.
     """
 
     cohort: Cohort
@@ -55,6 +58,7 @@ class PlannedCohort:
     parameters: int
     bytes_per_lane: int
     bytes_shared: int
+    template: Any = field(default=None, repr=False, compare=False)
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from coalesce.engine.lanes import Lanes
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import Cohort, Experiment, group
@@ -29,7 +30,8 @@ def make_plan(
     rides: Callable[[Experiment, str, Any], bool],
     trainer: Trainer,
 ) -> Plan:
-    """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step.
+    """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step, and
+    trace the step once for every kind of cohort, so that what cannot be traced is known before anything is written.
 
     Args:
         name: the sweep's name.
@@ -46,18 +48,34 @@ def make_plan(
     problems: dict[Problem, None] = {}
     trainer, found = _resolve(trainer)
     problems |= dict.fromkeys(found)
-    planned = []
+    templates: list[Template] = []
     for cohort in group(experiments, rides):
         try:
-            template = Template(cohort)
+            template = Template(cohort, audit=trainer.stack)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
         problems |= dict.fromkeys(_check_batch_size(template) + _check_monitor(template, trainer))
-        planned.append(plan_cohort(template, trainer))
+        # cohorts that differ in their model alone have one data set: keep it once
+        template.data = next((t.data for t in templates if t.data.equals(template.data)), template.data)
+        templates.append(template)
     if problems:
         raise ConfigError(problems)
-    return Plan(name, tuple(keys), experiments, tuple(planned), trainer)
+    if trainer.stack:
+        _check_traces(templates)
+    planned = tuple(plan_cohort(template, trainer) for template in templates)
+    return Plan(name, tuple(keys), experiments, planned, trainer)
+
+
+def _check_traces(templates: Sequence[Template]) -> None:
+    """Trace the graphs of one cohort for each task class and each set of riding attributes, at the least width."""
+    kinds = {(template.task_class, template.riding): template for template in reversed(templates)}
+    for template in kinds.values():
+        lanes = Lanes(template, LEAST_WIDTH, compile=False)
+        lanes.prepare_step()
+        for split in ("val", "test"):
+            if split in template.data.sizes:
+                lanes.prepare_evaluation(split)
 
 
 def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
@@ -73,7 +91,8 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
     per_lane = 2 * trained + slots + rest + template.rehearsal.saved_bytes
     parameters = sum(p.numel() for p in named.values())
-    return PlannedCohort(template.cohort, _width(template.cohort, trainer), parameters, per_lane, template.data.bytes)
+    width = _width(template.cohort, trainer)
+    return PlannedCohort(template.cohort, width, parameters, per_lane, template.data.bytes, template)
 
 
 def metric_names(template: Template) -> list[str]:

@@ -95,7 +95,7 @@ class _CohortRun:
     ):
         self.index, self.planned, self.trainer = index, planned, trainer
         self.listeners, self.totals, self.job = listeners, totals, job
-        self.template = Template(planned.cohort)
+        self.template: Template = planned.template or Template(planned.cohort, audit=trainer.stack)
         self.lanes: Lanes | Plain
         if trainer.stack:
             self.lanes = Lanes(
