@@ -18,6 +18,8 @@ from engine_helpers import experiment, template_of
 class Falling(nn.Module):
     """w, and how often the model was called."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.tensor(1.0, dtype=torch.float64))
