@@ -146,11 +146,12 @@ def user_line(error: BaseException | None = None) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     kinds = [_kind(frame.filename) for frame in frames]
+    known = list(zip(frames, kinds, strict=True))
     # what called us is no part of the task
-    first = kinds.index("ours") if "ours" in kinds else 0
-    inside = list(zip(frames, kinds, strict=True))[first:]
+    inside = known[kinds.index("ours") :] if "ours" in kinds else known
     # a task may be installed beside other packages: their lines count if there is none outside
-    theirs = [f for f, kind in inside if kind == "user"] or [f for f, kind in inside if kind == "package"]
+    places = [(inside, "user"), (inside, "package"), (known, "user")]
+    theirs = next((found for part, kind in places if (found := [f for f, k in part if k == kind])), [])
     if not theirs:
         return "  (at no line of the task's own)"
     chosen = theirs[-1]
