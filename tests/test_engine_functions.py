@@ -25,6 +25,7 @@ STEP = torch.tensor(5)
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 LABELS = torch.tensor([0, 2, 1, 1, 0, -100])
+CLASSES = torch.tensor([0, 2, 1, 1, 0, 2])
 SOFT = torch.tensor([[0.2, 0.8, 0.0], [1.0, 0.0, 0.0], [0.3, 0.3, 0.4]], dtype=torch.float64).repeat(2, 1)
 WEIGHTS = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
 
@@ -183,7 +184,7 @@ def test_nothing_is_drawn_from_the_global_generator(name: str) -> None:
 def test_a_rate_of_zero_changes_nothing_and_of_one_drops_everything() -> None:
     def lane(key: Tensor, p: Tensor) -> Tensor:
         with Rules(key, STEP, {}):
-            return F.dropout(hidden(), p)
+            return F.dropout(hidden(), p)  # type: ignore[arg-type]
 
     none, all_dropped = vmap(lane)(KEYS[:2], torch.tensor([0.0, 1.0], dtype=torch.float64))
     assert torch.equal(none, hidden())

@@ -108,12 +108,12 @@ class OwnGenerator(Small):
 
 class TorchDraw(Small):
     def extra(self, model: Any) -> Any:
-        return torch.rand(()) * self.a  # the draw
+        return torch.rand(()) * self.a
 
 
 class TorchDrawInMetrics(Small):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"noise": torch.randn(3).mean()}  # the draw in metrics
+        return {"noise": torch.randn(3).mean()}
 
 
 class ClampsWeights(Small):
@@ -147,7 +147,7 @@ REFUSED = [
     (OwnGenerator, "the loss is .* when it is called again"),
     (
         TorchDraw,
-        r"rand\(\) draws from torch's global generator.*\n.*\n    return torch.rand\(\(\)\) \* self.a  # the draw",
+        r"rand\(\) draws from torch's global generator.*\n.*\n    return torch.rand\(\(\)\) \* self.a",
     ),
     (TorchDrawInMetrics, r"randn\(\) draws from torch's global generator"),
     (ClampsWeights, r"loss\(\) writes into the parameter 0\.weight"),
