@@ -1,7 +1,8 @@
-"""What holds for every test: seeded streams, hypothesis without a database, torch's global settings put back."""
+"""What holds for every test: seeded streams, hypothesis without a database, torch's and logging's global settings put back."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 
@@ -25,9 +26,13 @@ def pytest_report_header() -> str:
 def _same_start() -> Iterator[None]:
     """Every test starts from the same streams and leaves torch's settings as they were."""
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    handlers, level = list(logging.root.handlers), logging.root.level
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
     yield
     torch.set_default_dtype(dtype)
     torch.set_num_threads(threads)
+    # `--info` lets Hydra log to the stream of that moment, which a test's end closes
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
