@@ -119,13 +119,11 @@ def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
     every row; each is a bijection of the samples whatever N is, so no index needs a second try and no lane needs a
     table. This is a Feistel network over two coordinates with addition, as FF1 is. Its round function is a 32-bit
     multiply-and-shift hash of key, round and coordinate: shuffling data asks no more, and Philox here would double
-    the time to compile a small model's step. (An argsort of random words costs 100 ns per sample of the whole data
-    set at each epoch, and a table in every lane; this costs 15 ns per sample of a batch.)
+    the operations of a small model's step. (An argsort of random words once per epoch takes more time per sample,
+    and a table in every lane that a refill or a snapshot would have to carry: `python -m benchmarks.shuffle`.)
 
-    How even it is, by exact computation with ideal round functions: any two samples come in any two places with
-    probabilities within 0.2 % (total variation) of those of a fair shuffle at N=6, the worst size, 0.06 % at N=5,
-    and 1e-5 from N=20 on. When N is the square of an odd number, every round is an even permutation, so that the odd
-    ones never come up: all N-2 first places are even nevertheless.
+    How even it is, `tests/test_shuffle.py` counts; the worst size is 6. When N is the square of an odd number, every
+    round is an even permutation, so that the odd ones never come up: all N-2 first places are even nevertheless.
 
     Args:
         key: (2,) int64.

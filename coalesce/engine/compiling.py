@@ -13,8 +13,9 @@ from torch import Tensor, fx
 Runner = Callable[..., Sequence[Tensor]]
 
 # The keyed draws are chains of some hundred integer operations whose values are used two or three times. The compiler
-# expands a value at each of its uses until the expression has this many operations, so that the time to compile them
-# grows like a power: 35 s at its default of 30 for the shuffle alone, 3 s here, and code as fast.
+# expands a value at each of its uses until the expression has this many operations, 30 by default, so that the time to
+# compile them grows like a power; with too few, values are written to memory and the step is slow. Both by
+# `python -m benchmarks.step --realize 4 12 20 30`.
 _OPTIONS = {"realize_opcount_threshold": 20}
 
 _compiled: dict[str, Runner] = {}
