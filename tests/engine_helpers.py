@@ -210,4 +210,5 @@ def worst(lanes: Lanes, lane: int, model: nn.Module, leave_out: Sequence[str] = 
     """The largest difference between a lane's weights and buffers and a plain model's."""
     mine, theirs = lanes.state_dict(lane), model.state_dict()
     assert mine.keys() == theirs.keys()
-    return max((mine[n].double() - theirs[n].double()).abs().max().item() for n in theirs if n not in leave_out)
+    pairs = [(mine[n].double(), theirs[n].double()) for n in theirs if n not in leave_out and theirs[n].numel()]
+    return max((a - b).abs().max().item() for a, b in pairs)

@@ -48,10 +48,7 @@ def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tupl
     holders = dict(zip(names, [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     results = dict(zip(_outputs(template, state), output.args[0], strict=True))
     graph.erase_node(output)
-    _hoist(results["good"])
-    for name in results:
-        if name.startswith("now/"):
-            _hoist(results[name])
+    _hoist(graph, [results["good"], *(n for name, n in results.items() if name.startswith("now/"))])
 
     broken = []
     updates: dict[Any, fx.GraphModule] = {}
@@ -248,15 +245,16 @@ def _latest(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
     return [n for n in graph.nodes if n in wanted][-1]
 
 
-def _hoist(node: fx.Node) -> None:
-    """Move a node, and what it needs, as far up as its inputs allow, so that updates need not wait for the end."""
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    inputs = [n for n in node.all_input_nodes if n.op != "placeholder"]
-    for n in inputs:
-        if not n.meta.get("hoisted"):
-            _hoist(n)
-    node.meta["hoisted"] = True
-    if not inputs or node.op == "placeholder":
-        return
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    max(inputs, key=order.__getitem__).append(node)
+def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Move nodes, and all that they need, to the top, so that what reads them need not wait for the end."""
+    needed, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    # in the order in which they stood
+    for node in [n for n in graph.nodes if n in needed and n.op != "placeholder"]:
+        last.append(node)
+        last = node

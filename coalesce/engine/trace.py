@@ -6,6 +6,7 @@ compiler's decomposition table. Tried on torch 2.13.0.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,8 +60,14 @@ def _writes(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether an operation returns another look at its first argument's memory."""
-    return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+    """Whether an operation returns another look at its first argument's memory, or one of several such looks."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    # the unsafe ones are views that say they were none
+    unsafe = str(node.target).startswith(("aten._unsafe_view", "aten.unsafe_"))
+    return unsafe or bool(getattr(node.target, "is_view", False))
 
 
 def inline(
