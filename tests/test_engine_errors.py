@@ -27,6 +27,12 @@ from engine_helpers import experiment, lanes_of, template_of
 pytestmark = pytest.mark.filterwarnings("ignore:.*__array_wrap__:DeprecationWarning")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The products are tiny: a second thread costs more than it gives, above all where the cores are shared."""
+    torch.set_num_threads(1)
+
+
 class Small(coalesce.Task):
     """Subclasses break one method."""
 

@@ -27,6 +27,12 @@ from coalesce.experiment import Experiment
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The products are tiny: a second thread costs more than it gives, above all where the cores are shared."""
+    torch.set_num_threads(1)
+
+
 class Small(coalesce.Task):
     """A tanh network in float64, whose loss or model uses the float ``a``."""
 

@@ -25,6 +25,12 @@ STEPS = 3
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The products are tiny: a second thread costs more than it gives, above all where the cores are shared."""
+    torch.set_num_threads(1)
+
+
 class Small(coalesce.Task):
     dtype: torch.dtype = torch.float64
 
