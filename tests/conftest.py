@@ -1,4 +1,4 @@
-"""What holds for every test: seeded streams, hypothesis without a database, torch's and logging's global settings put back."""
+"""What holds for every test: seeded streams, hypothesis without a database, torch's and logging's settings put back."""
 
 from __future__ import annotations
 
