@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from coalesce import kernels
+from coalesce import kernels as kernels  # first: it speaks to what torch loads
 from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Experiment
 from coalesce.task import Data, Task
@@ -13,9 +13,6 @@ from coalesce.task import Data, Task
 if TYPE_CHECKING:
     from coalesce.library import sweep
     from coalesce.store.read import load, load_history
-
-# before anybody computes a product
-kernels.request()
 
 __version__ = "0.1.0"
 __all__ = ["ConfigError", "Data", "Experiment", "Task", "TaskError", "load", "load_history", "sweep"]

@@ -32,6 +32,17 @@ def test_the_users_own_setting_stands() -> None:
     assert probe(code) == kernels.STRICT
 
 
+def test_threads_wait_asleep_unless_the_user_says_otherwise() -> None:
+    code = "import coalesce, os; print(os.environ['OMP_WAIT_POLICY'])"
+    assert probe(code) == kernels.PASSIVE
+    assert probe("import os; os.environ['OMP_WAIT_POLICY'] = 'ACTIVE'\n" + code) == "ACTIVE"
+
+
+def test_it_is_said_before_torch_is_loaded() -> None:
+    code = "import sys; import coalesce.kernels as k; print(list(sys.modules).index('coalesce.kernels') "
+    assert probe(code + "< list(sys.modules).index('torch'))") == "True"
+
+
 def test_this_process_has_it() -> None:
     """Every bit-for-bit test of this suite stands on it."""
     assert kernels.lanes_agree()
