@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.engine.check import check_evaluation, check_step
 from coalesce.engine.compiling import Runner, compile_graph, lift_constants
 from coalesce.engine.lane import lane_metrics, riding_hyperparameters
 from coalesce.engine.step import build_step, part
@@ -79,7 +78,6 @@ class Lanes:
         self.state = self._allocate()
         self._step: tuple[Runner, list[Tensor]] | None = None
         self._evaluations: dict[int, tuple[Runner, list[Tensor]]] = {}
-        self._checked: set[str] = set()
 
     def fill(self, lane: int, experiment: Experiment) -> None:
         """Put an experiment in its initial state into a lane. Compiles nothing.
@@ -95,26 +93,17 @@ class Lanes:
         self.state["lane/alive"][lane] = False
 
     def prepare_step(self) -> None:
-        """Trace and compile the step, and check it against plain PyTorch, unless that was done.
-
-        Raises:
-            TaskError: the task's code cannot be traced, or its graph does not compute what plain PyTorch does.
-        """
+        """Trace and compile the step, unless that was done."""
         if self._step is None:
             module, constants = build_step(self.template, self.state, self.data.leaves("train"))
             inputs = [*self.state.values(), *self.data.leaves("train"), *constants]
             self._step = (compile_graph(module, inputs) if self.compile else module, inputs)
-            try:
-                check_step(self)
-            except BaseException:
-                self._step = None
-                raise
 
     def advance(self, count: int) -> None:
         """Take ``count`` steps in every lane that is filled, sound and not at its end.
 
         Raises:
-            TaskError: at the first call, see `prepare_step`.
+            TaskError: at the first call, if the task's code cannot be traced.
         """
         self.prepare_step()
         assert self._step is not None
@@ -129,21 +118,10 @@ class Lanes:
         return Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), metrics)
 
     def prepare_evaluation(self, split: str) -> None:
-        """Trace and compile what a split needs, and check it against plain PyTorch, unless that was done.
-
-        Raises:
-            TaskError: as `prepare_step`.
-        """
+        """Trace and compile what a split needs, unless that was done."""
         for size in {stop - start for start, stop in self._chunks(split)}:
             if size not in self._evaluations:
                 self._evaluations[size] = self._build_evaluation(size)
-        if split not in self._checked:
-            self._checked.add(split)
-            try:
-                check_evaluation(self, split)
-            except BaseException:
-                self._checked.remove(split)
-                raise
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
         """Each metric of the task over a whole split, averaged over its samples.

@@ -62,7 +62,6 @@ class Template:
         self.fixed = tuple(n for n in named if n not in self.trained)
         self.dtype = _riding_dtype(self.model)
         if audit:
-            # one for each key
             variants = dict(self._variants())
             Audit(_instance, self.experiment, variants, self.origins, self.data, self.dtype).run()
 
@@ -126,17 +125,14 @@ class Template:
         return found
 
     def _variants(self) -> Iterator[tuple[str, Experiment]]:
-        """Experiments that differ from the representative in one riding key of the task, or in the seed.
-
-        The smallest and the largest value of a float, since what follows from it may be bounded: min(a, 0.5).
-        """
+        """Experiments that differ from the representative in one riding key of the task, or in the seed."""
         for key in self.cohort.riding:
             if key != "seed" and not key.startswith("task."):
                 continue
             mine = _get(self.experiment.config, key)
-            others = [v for e in self.cohort.experiments if (v := _get(e.config, key)) != mine]
-            for value in others[:1] if key == "seed" else sorted({min(others), max(others)}):
-                yield key, replace(self.experiment, config=_set(self.experiment.config, key, value))
+            others = (_get(e.config, key) for e in self.cohort.experiments)
+            value = next(v for v in others if v != mine)
+            yield key, replace(self.experiment, config=_set(self.experiment.config, key, value))
 
     def _load_data(self) -> Data:
         name = self.task_class.__name__
