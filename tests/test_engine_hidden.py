@@ -407,6 +407,22 @@ def test_refused(name: str) -> None:
         template_of(three(task))
 
 
+def test_a_bounded_value_is_followed() -> None:
+    # 0.25 in the first two, so that only the third shows that it rides
+    experiments = [experiment(Bounded, {"a": a}) for a in (0.3, 0.4, 0.1)]
+    template = template_of(experiments)
+    assert {spell(path) for path in template.origins} == {"task.a", "task.bounded"}
+    lanes_of(experiments)
+
+
+class Bounded(Small):
+    def __init__(self, a: float = 0.2):
+        self.a, self.bounded = a, min(a, 0.25)
+
+    def factor(self) -> Any:
+        return self.bounded
+
+
 def test_what_changes_by_itself_does_not_ride() -> None:
     # a time stamp differs between any two builds, and no loss reads it
     experiments = three(TimeStamp)

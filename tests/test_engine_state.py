@@ -183,13 +183,15 @@ class Lazy(nn.Module):
         super().__init__()
         self.first, self.last, self.a = nn.Linear(4, 5), nn.Linear(5, 3), a
         self.mask: Tensor | None = None
+        self.register_buffer("positions", None, persistent=False)
         self.factor: Any = None
         self.hidden: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mask is None:
             self.mask, self.factor = torch.arange(5, dtype=torch.float64), self.a * 2
-        self.hidden = torch.tanh(self.first(x)) * self.mask * self.factor
+            self.positions = torch.linspace(0, 1, 5, dtype=torch.float64)
+        self.hidden = torch.tanh(self.first(x) + self.positions) * self.mask * self.factor
         return self.last(self.hidden)
 
 

@@ -85,8 +85,10 @@ class Audit:
         _shift(used.model)
         _shift(new.model)
         with torch.no_grad():
-            for buffer, kept in zip(new.model.buffers(), used.model.buffers(), strict=True):
-                buffer.copy_(kept)
+            # by name, since a call may have made a buffer that was None
+            kept = dict(used.model.named_buffers())
+            for buffer_name, buffer in new.model.named_buffers():
+                buffer.copy_(kept[buffer_name])
         with _undrawn(name):
             second = self._outcome(used, self.experiment, 1)
         for path, value in _numbers(used).items():

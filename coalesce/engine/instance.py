@@ -49,12 +49,13 @@ class Instance:
                 is replaced here.
             riding: path → value.
         """
-        names = {id(t): n for n, t in self.tensors().items()}
+        # a buffer that an earlier call made, where there was None, belongs to that call
+        names = {id(t): n for n, t in self.tensors().items() if n in tensors}
         places: list[tuple[Any, str, Tensor]] = []
-        aliases = {path: tensors[name] for path, name in self._aliases.items()}
+        aliases = {path: tensors[name] for path, name in self._aliases.items() if name in tensors}
         for module in self.model.modules():
             for kept in (module._parameters, module._buffers):
-                places += [(kept, key, t) for key, t in kept.items() if t is not None]
+                places += [(kept, key, t) for key, t in kept.items() if t is not None and id(t) in names]
         try:
             for kept, key, tensor in places:
                 kept[key] = tensors[names[id(tensor)]]

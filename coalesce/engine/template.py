@@ -36,6 +36,7 @@ class Template:
         data: the cohort's.
         riding: paths of the attributes that are inputs of the graph.
         origins: each of these paths → the swept key that it follows from.
+        variants: swept key of the task → the representative with another value of it alone.
         trained, fixed: names of the parameters that are updated, and of those that are not: frozen, or without a
             gradient, which `torch.optim` skips too.
         dtype: of the riding floats: the model's, but not below float32, in which a rate of 0.1 keeps its value.
@@ -53,6 +54,7 @@ class Template:
         self.schedule: type[Schedule] = SCHEDULES[self.experiment.config["schedule"]["name"]]
         self.task, self.model = build(self.experiment)
         self._noise = self._find_noise()
+        self.variants: dict[str, Experiment] = {}
         self.origins = self._find_riding()
         self.riding = tuple(self.origins)
         self.data = self._load_data()
@@ -62,8 +64,7 @@ class Template:
         self.fixed = tuple(n for n in named if n not in self.trained)
         self.dtype = _riding_dtype(self.model)
         if audit:
-            variants = dict(self._variants())
-            Audit(_instance, self.experiment, variants, self.origins, self.data, self.dtype).run()
+            Audit(_instance, self.experiment, self.variants, self.origins, self.data, self.dtype).run()
 
     @property
     def static_hyper(self) -> dict[str, Any]:
@@ -111,10 +112,10 @@ class Template:
         return frozenset(path for path, _, _ in differing(self.roots(), again.roots))
 
     def _find_riding(self) -> dict[Path, str]:
-        """Build one variant of the representative per swept key, and see what differs."""
+        """Build variants of the representative, and see what differs."""
         found: dict[Path, str] = {}
-        for key, variant in self._variants():
-            built = _instance(variant)
+        for key, variant, built in self._built_variants():
+            self.variants.setdefault(key, variant)
             _check_shapes(self.model, built.model, variant)
             for path, mine, theirs in differing(self.roots(), built.roots):
                 if path in self._noise:
@@ -124,15 +125,28 @@ class Template:
                 found.setdefault(path, key)
         return found
 
-    def _variants(self) -> Iterator[tuple[str, Experiment]]:
-        """Experiments that differ from the representative in one riding key of the task, or in the seed."""
+    def _built_variants(self) -> Iterator[tuple[str, Experiment, Instance]]:
+        """Experiments that differ from the representative in one riding key of the task, or in the seed.
+
+        Two for each float, with its smallest and its largest value, since what follows from it may be bounded:
+        min(a, 0.5). One that cannot be built is passed over: that is its own failure, when its turn comes.
+        """
         for key in self.cohort.riding:
             if key != "seed" and not key.startswith("task."):
                 continue
             mine = _get(self.experiment.config, key)
-            others = (_get(e.config, key) for e in self.cohort.experiments)
-            value = next(v for v in others if v != mine)
-            yield key, replace(self.experiment, config=_set(self.experiment.config, key, value))
+            others = list(dict.fromkeys(v for e in self.cohort.experiments if (v := _get(e.config, key)) != mine))
+            left = 1 if key == "seed" else 2
+            for value in dict.fromkeys(others if key == "seed" else [min(others), max(others), *others]):
+                variant = replace(self.experiment, config=_set(self.experiment.config, key, value))
+                try:
+                    built = _instance(variant)
+                except TaskError:
+                    continue
+                yield key, variant, built
+                left -= 1
+                if not left:
+                    break
 
     def _load_data(self) -> Data:
         name = self.task_class.__name__
