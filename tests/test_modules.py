@@ -1,0 +1,21 @@
+"""Modules × laws: `module_table` says what a row is and what the laws are; the rows stand in `modules_*.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+import modules_layers  # noqa: F401
+from module_table import LAWS, cases, stand
+
+# operations without a rule for lanes of their own are done lane by lane: slow, and right
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+
+
+@pytest.mark.parametrize(("row", "law"), cases(compile=False))
+def test_eager(row: str, law: str) -> None:
+    LAWS[law](stand(row, compile=False))
+
+
+@pytest.mark.parametrize(("row", "law"), cases(compile=True))
+def test_compiled(row: str, law: str) -> None:
+    LAWS[law](stand(row, compile=True))
