@@ -178,6 +178,38 @@ def test_duplicates_warn_once(cli: CommandLine) -> None:
     assert outcome.err.count("warning") == 1
 
 
+def test_keys_of_one_option_in_a_zip_group_with_it(cli: CommandLine) -> None:
+    """A list in Hydra's syntax, nulls in a file, and a group taken out of the sweep again."""
+    cli.write(
+        "my_conf/sweep/models.yaml",
+        """
+# @package _global_
+sweep:
+  params:
+    task: "choice(mnist1d_mlp, mnist1d_cnn, digits)"
+    steps: [10, 20, 30]
+    task.channels: [null, 7, null]
+    task.hidden: [5, null, 6]
+    seed: "range(0, 2)"
+  zip: [[task, steps, task.channels, task.hidden]]
+""",
+    )
+    order = cli.order("--config-dir", "my_conf", "sweep=models")
+    rows = [("mnist1d_mlp", 10, None, 5), ("mnist1d_cnn", 20, 7, None), ("digits", 30, None, 6)]
+    assert [tuple(e.values.values()) for e in order.experiments] == [(*row, seed) for row in rows for seed in (0, 1)]
+    assert [e.config["task"].get("channels") for e in order.experiments[1:4]] == [None, 7, 7]
+    alone = cli.order("task=mnist1d_cnn", "task.channels=7", "steps=20", "seed=1")
+    assert alone.experiments[0].id == order.experiments[3].id
+    outcome = cli("--config-dir", "my_conf", "sweep=models", "steps=3", "task=digits", "sweep.params.seed=[4]")
+    assert outcome.order is not None
+    assert [e.steps for e in outcome.order.experiments] == [10, 20, 30]
+    assert [line.partition(",")[0] for line in outcome.err.splitlines()] == [
+        *("warning: steps=3 changes nothing", "warning: task=digits changes nothing")
+    ]
+    outcome = cli("--config-dir", "my_conf", "sweep=models", "steps=3", "sweep.params.steps=null")
+    assert (outcome.err, [e.steps for e in outcome.order.experiments] if outcome.order else []) == ("", [3] * 6)
+
+
 # multirun
 
 

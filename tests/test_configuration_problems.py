@@ -181,7 +181,41 @@ BAD_SWEEPS: list[tuple[Any, Any, str, str]] = [
     ({"task.sizes": [[1, 2]], "task.sizes.0": [1]}, (), "swept together with task.sizes.0", ""),
     ({"optimizer": ["sgdd"]}, (), "optimizer='sgdd': unknown option", "did you mean 'sgd'?"),
     ({"optimizer": [{"name": "sgd"}]}, (), "must be the name of an option of optimizer", "optimizer.<key>"),
-    ({"optimizer": ["adam", "sgd"], "optimizer.eps": [1]}, (), "optimizer.eps=1: unknown key for optimizer 'sgd'", ""),
+    (
+        {"optimizer": ["adam", "sgd"], "optimizer.eps": [1]},
+        (),
+        "optimizer.eps=1: sgd has no such key: give null there, zipped with optimizer: sweep.zip=[[optimizer, ",
+        "valid: null where the option has no such key",
+    ),
+    (
+        {"optimizer": ["sgd", "adam", "adamw"], "optimizer.momentum": [0.1, 0.9, 0.5]},
+        [["optimizer", "optimizer.momentum"]],
+        "optimizer.momentum=0.9: adam and adamw have no such key: give null there",
+        "",
+    ),
+    (
+        {"optimizer": ["sgd", "adam"], "optimizer.ep": [None, 1.0]},
+        [["optimizer", "optimizer.ep"]],
+        "optimizer.ep=1.0: unknown key: adam has no such key; valid: name, lr,",
+        "did you mean 'eps'?",
+    ),
+    # of a key that no option has even null is a slip of the pen
+    (
+        {"optimizer": ["sgd", "adam"], "optimizer.ep": [None]},
+        (),
+        "optimizer.ep=None: unknown key: sgd and adam have no such key",
+        "did you mean 'eps'?",
+    ),
+    # where an option has the key, null is a value, and here a bad one
+    ({"optimizer": ["sgd", "adam"], "optimizer.eps": [None]}, (), "optimizer.eps=None: must not be null", ""),
+    # and without its group, a key is what it always was
+    ({"optimizer.eps": [None]}, (), "optimizer.eps=None: unknown key for optimizer 'sgd'", ""),
+    (
+        {"task": ["tasks_for_tests.Toy", "tasks_for_tests.Pairs"], "task.hiden": [None, 3]},
+        [["task", "task.hiden"]],
+        "task.hiden=3: unknown key: tasks_for_tests.Pairs has no such key",
+        "did you mean 'hidden'?",
+    ),
     ({"seed": [1]}, [["sead"]], "sweep.zip='sead': names a key that is not swept", "did you mean 'seed'?"),
     ({"seed": [1], "steps": [1]}, [["seed", "steps"], ["seed"]], "sweep.zip='seed': is zipped twice", ""),
     ({"seed": [1]}, [3], "sweep.zip=3: must be a list of keys", "[[optimizer.lr"),
@@ -195,6 +229,16 @@ def test_bad_sweeps(params: Any, zips: Any, says: str, helps: str) -> None:
     (problem,) = found(base(), params, zips)
     assert says in str(problem)
     assert helps in str(problem)
+
+
+def test_what_else_is_wrong_with_a_swept_group_is_told_with_it() -> None:
+    params = {"optimizer": ["sgd", "adaam", "adamw"], "optimizer.eps": [None, 1e-3, 1e-4], "optimizer.lr": [1, 2, -3]}
+    texts = [str(problem) for problem in found(base(), {**params, "steps": [0]}, [list(params)])]
+    assert [text.partition(":")[0] for text in texts] == ["optimizer='adaam'", "steps=0", "optimizer.lr=-3.0"]
+    # the misspelt option may be the one that has the key: only what stands at the others is told
+    params["optimizer.eps"] = [1e-2, 1e-3, None]
+    texts = [str(problem) for problem in found(base(), params, [list(params)])]
+    assert any(text.startswith("optimizer.eps=0.01: sgd has no such key") for text in texts)
 
 
 def test_the_limit_is_the_last_number_allowed() -> None:

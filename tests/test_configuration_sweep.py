@@ -191,6 +191,32 @@ def test_tasks_are_swept_by_class_or_name() -> None:
     assert experiments[0].config["task"] == {"_target_": "tasks_for_tests.Pairs", "a": None, "b": 0}
 
 
+def test_keys_that_belong_to_one_option() -> None:
+    """Zipped with its group, null leaves a key out where the option has no such key; elsewhere it is a value."""
+    from tasks_for_tests import Pairs
+
+    params = {
+        "optimizer": ["sgd", "sgd", "adam"],
+        "steps": [10, 20, 30],
+        "optimizer.momentum": [0.5, 0.9, None],
+        "optimizer.betas.0": [None, None, 0.5],
+        "optimizer.clip_norm": [None, 1, None],
+        "seed": [0, 1],
+    }
+    experiments = expand(params, [list(params)[:-1]])
+    rows = [("sgd", 10, 0.5, None, None), ("sgd", 20, 0.9, None, 1.0), ("adam", 30, None, 0.5, None)]
+    assert [tuple(e.values.values()) for e in experiments] == [(*row, seed) for row in rows for seed in (0, 1)]
+    assert "momentum" not in experiments[-1].config["optimizer"]
+    assert experiments[-1].config["optimizer"]["betas"] == [0.5, 0.999]
+    # the same experiment as one that was never offered the key
+    (alone,) = expand({}, changes={"optimizer": {"name": "adam", "betas": [0.5, 0.999]}, "steps": 30})
+    assert experiments[-2].id == alone.id
+    tasks = expand({"task": [Pairs, TOY], "task.hidden": [None, 5]}, [["task", "task.hidden"]])
+    assert column(tasks, "task.hidden") == [None, 5]
+    # who takes arguments of any name takes this one too
+    assert expand({"task": ["tasks_for_tests.Open"], "task.x": [None]})[0].config["task"]["x"] is None
+
+
 # the kinds of values, and what is swept
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,7 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         source=sources,
         problems=problems,
     )
+    _warn_without_effect(given, keys)
     text = OmegaConf.to_yaml(OmegaConf.create(whole))
     return Order(sweep["name"], keys, tuple(experiments), trainer, runs, plan_only, text, sources)
 
@@ -242,6 +244,16 @@ def _lines(overrides: Any) -> list[str]:
     # an iterator over a ListConfig would resolve them
     found: Any = OmegaConf.to_container(overrides, resolve=False)
     return [str(line) for line in found]
+
+
+def _warn_without_effect(overrides: Sequence[str], keys: Collection[str]) -> None:
+    """Warn of overrides of keys that are swept: the sweep's values are taken, and the override changes nothing."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    for line, override in zip(overrides, parsed, strict=True):
+        key = override.key_or_group
+        if key in keys:
+            way = f"sweep.params.{key}=null takes it out of the sweep, sweep.params.{key}=[...] gives it other values"
+            warnings.warn(f"{line} changes nothing, since {key} is swept; {way}", UserWarning, stacklevel=3)
 
 
 def _given(overrides: Sequence[str]) -> set[tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,23 @@ class Resolver:
     def base_resolved(self) -> Mapping[str, Any]:
         """The base with its defaults filled in, as far as it is right."""
         return self.resolve(self._base)[0]
+
+    def names(self, section: str) -> Collection[str] | None:
+        """The keys that a section of the base may have.
+
+        Args:
+            section: "task", "optimizer" or "schedule".
+
+        Returns:
+            None where any name may be one, or where the section itself is wrong, which `resolve` tells.
+        """
+        value = self._base.get(section)
+        if section in RULES:
+            name = value.get("name") if isinstance(value, Mapping) else value
+            rule = RULES[section].get(name) if isinstance(name, str) else None
+            return None if rule is None else ("name", *rule.hyper)
+        task, problems = self._find(value.get("_target_") if isinstance(value, Mapping) else value)
+        return None if task is None or problems or task.open else ("_target_", *task.kinds)
 
     def resolve(self, config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
         """Resolve one configuration.
@@ -89,9 +106,7 @@ class Resolver:
                 rule = "is an object; give the class, and its arguments in a mapping"
             return config, {}, [Problem("task", config, rule, "a mapping of _target_ and the constructor's arguments")]
         target = config["_target_"]
-        if target not in self._tasks:
-            self._tasks[target] = find_task(target)
-        task, problems = self._tasks[target]
+        task, problems = self._find(target)
         if task is None or problems:
             return config, {}, problems
         base = self._base.get("task")
@@ -99,6 +114,11 @@ class Resolver:
         arguments, problems = resolve_arguments(task, config, like)
         introduced = {f"task.{name}": value for name, value in task.cls.introduced.items()}
         return {"_target_": task.target, **arguments}, introduced, problems
+
+    def _find(self, target: Any) -> tuple[TaskClass | None, list[Problem]]:
+        if target not in self._tasks:
+            self._tasks[target] = find_task(target)
+        return self._tasks[target]
 
 
 def resolve_arguments(

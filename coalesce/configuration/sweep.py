@@ -7,14 +7,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from coalesce.configuration.options import (
+    Compose,
+    Lacking,
+    check_options,
+    option_name,
+    options_of,
+    rule_defaults,
+    rule_names,
+)
 from coalesce.configuration.params import GROUPS, Read, flatten, known_keys, unique, zip_axes
-from coalesce.configuration.resolve import RULES, Resolver
-from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.configuration.resolve import Resolver
+from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment, leaves
 from coalesce.search.grid import Grid
 
-#: Composes the base configuration anew with other group options: {"optimizer": "sgd"} → configuration.
-Compose = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 #: How many members of a sweep that is refused anyway are looked at, to find what else is wrong.
 LOOKED_AT = 1000
 
@@ -38,7 +45,8 @@ def make_experiments(
     """Expand a sweep.
 
     The experiments are every combination of the values, the first key varying slowest; keys of a zip group run
-    together. ``optimizer``, ``task`` and ``schedule`` themselves are swept by the names of their options.
+    together. ``optimizer``, ``task`` and ``schedule`` themselves are swept by the names of their options; null, given
+    with an option that has no such key, leaves the key out (see `Lacking`).
 
     Args:
         base: ``task`` (``_target_`` and arguments, or the class), ``optimizer`` and ``schedule`` (``name`` and
@@ -73,18 +81,18 @@ def make_experiments(
     # a key that is reported above is not reported again where a zip group names it
     zips, values, wrong = zip_axes(zip_groups, values, set(written))
     found += wrong
-    bad, wrong = _check_options(values, options or _rule_names)
+    bad, wrong = check_options(values, options or rule_names)
     found += wrong
     grid = Grid(values, zips)
     if grid.count > limit:
         counts = " x ".join(str(length) for length in grid.lengths)
         rule = f"the sweep has {grid.count} experiments ({counts})"
         found.append(Problem("sweep.limit", limit, rule, "fewer values, or a higher sweep.limit"))
-    members = _Members(base, compose or _rule_defaults(base))
+    members = _Members(base, compose or rule_defaults(base))
     # what is refused is looked at all the same, to report everything at once; each member looked at is a real one
-    chosen = (m for m in grid.diagonal(LOOKED_AT) if not bad & _options(m)) if found else iter(grid)
+    chosen = (m for m in grid.diagonal(LOOKED_AT) if not bad & options_of(m)) if found else iter(grid)
     experiments = [experiment for member in chosen if (experiment := members.make(member)) is not None]
-    found += members.problems
+    found += members.problems + members.lacking.problems(complete=not bad)
     if found:
         raise ConfigError(_once(found, written, source))
     return _without_duplicates(experiments), tuple(values)
@@ -95,6 +103,7 @@ class _Members:
 
     def __init__(self, base: Mapping[str, Any], compose: Compose):
         self.problems: list[Problem] = []
+        self.lacking = Lacking()
         self._compose = compose
         self._bases: dict[str, tuple[Mapping[str, Any], Resolver] | None] = {}
         self._base = base
@@ -106,8 +115,9 @@ class _Members:
             return None
         base, resolver = entry
         config = dict(base)
+        out = {key for key, value in member.items() if self.lacking.leaves_out(key, value, chosen, resolver)}
         for key, value in member.items():
-            if key not in chosen:
+            if key not in chosen and key not in out:
                 problem = _put(config, key, value, resolver)
                 if problem:
                     self.problems.append(problem)
@@ -116,7 +126,12 @@ class _Members:
         self.problems += problems
         if problems:
             return None
-        values = {key: _name(value) if key in chosen else _get(resolved, key) for key, value in member.items()}
+        if any(member[key] is not None for key in out):
+            return None
+        values = {
+            key: option_name(value) if key in chosen else None if key in out else _get(resolved, key)
+            for key, value in member.items()
+        }
         return Experiment(resolved, values, introduced)
 
     def _based_on(self, chosen: Mapping[str, Any]) -> tuple[Mapping[str, Any], Resolver] | None:
@@ -129,41 +144,6 @@ class _Members:
                 self.problems += error.problems
                 self._bases[name] = None
         return self._bases[name]
-
-
-def _check_options(
-    values: Mapping[str, Sequence[Any]], options: Callable[[str], Sequence[str]]
-) -> tuple[set[tuple[str, str]], list[Problem]]:
-    """Find the unknown options of swept groups, so that nothing tries to compose them."""
-    bad, problems = set(), []
-    for group in GROUPS:
-        known = options(group) if group in values else ()
-        for value in values.get(group, ()):
-            if isinstance(value, type) or (isinstance(value, str) and (value in known or not known)):
-                continue
-            near = nearest(value, known) if isinstance(value, str) else ""
-            rule = f"unknown option of {group}"
-            if not isinstance(value, str):
-                rule = f"must be the name of an option of {group}; to sweep one of its keys, name it: {group}.<key>"
-            problems.append(Problem(group, value, rule, ", ".join(known), near))
-            bad.add((group, repr(value)))
-    return bad, problems
-
-
-def _options(member: Mapping[str, Any]) -> set[tuple[str, str]]:
-    return {(key, repr(value)) for key, value in member.items() if key in GROUPS}
-
-
-def _rule_names(group: str) -> Sequence[str]:
-    return list(RULES.get(group, ()))
-
-
-def _rule_defaults(base: Mapping[str, Any]) -> Compose:
-    def compose(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
-        # a task is its class or the class's dotted name, a rule its name: the resolver fills in the defaults
-        return {**base, **chosen}
-
-    return compose
 
 
 def _put(config: dict[str, Any], key: str, value: Any, resolver: Resolver) -> Problem | None:
@@ -216,10 +196,6 @@ def _listed(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_listed(v) for v in value]
     return {k: _listed(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-def _name(option: Any) -> Any:
-    return f"{option.__module__}.{option.__qualname__}" if isinstance(option, type) else option
 
 
 def _once(problems: list[Problem], swept: Iterable[str], source: Callable[[str], str] | None) -> list[Problem]:
