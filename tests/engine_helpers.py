@@ -26,6 +26,7 @@ from coalesce.experiment import Experiment, group
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.random import key_of, shuffled, uniform
 from coalesce.task import Task
+from optim_rows import BY_RULE
 
 Config = Mapping[str, Any]
 
@@ -59,9 +60,6 @@ class Toy(coalesce.Task):
         x, y = batch
         logits = model(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).double().mean()}
-
-
-_TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 def experiment(
@@ -161,12 +159,9 @@ def build_alone(experiment: Experiment) -> Alone:
 
 
 def make_optimizer(model: nn.Module, experiment: Experiment) -> tuple[torch.optim.Optimizer, Any]:
-    """The `torch.optim` class that the configuration names, and its learning rate scheduler."""
-    config = dict(experiment.config["optimizer"])
-    name, _ = config.pop("name"), config.pop("clip_norm")
-    if "betas" in config:
-        config["betas"] = tuple(config["betas"])
-    optimizer = _TORCH[name](model.parameters(), **config)
+    """The `torch.optim` class that the configuration names, with parameter groups, and its learning rate scheduler."""
+    config = experiment.config["optimizer"]
+    optimizer = BY_RULE[config["name"]].build(dict(model.named_parameters()), config)
     schedule, steps = experiment.config["schedule"], experiment.steps
     warmup = schedule["warmup"]
     scheduler: Any

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from coalesce.configuration import DuplicateExperimentWarning, make_experiments, rides
 from coalesce.errors import ConfigError
 from coalesce.experiment import KEYS, Experiment, group
+from coalesce.optim import OPTIMIZERS
 
 TOY = "tasks_for_tests.Toy"
 
@@ -168,7 +169,7 @@ def test_an_option_brings_its_own_defaults() -> None:
     sgd = {"optimizer": {"name": "sgd", "lr": 0.3, "momentum": 0.9}}
     experiments = expand({"optimizer": ["sgd", "adam"]}, changes=sgd)
     assert [e.config["optimizer"]["lr"] for e in experiments] == [0.1, 0.001]
-    assert list(experiments[1].config["optimizer"]) == ["name", "lr", "betas", "eps", "weight_decay", "clip_norm"]
+    assert list(experiments[1].config["optimizer"]) == ["name", *OPTIMIZERS["adam"].hyper]
 
 
 def test_options_are_composed_where_there_is_a_composer() -> None:

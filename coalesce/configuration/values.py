@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from coalesce.errors import Problem, nearest
-from coalesce.optim.base import Hyper
+from coalesce.optim.base import Count, Factors, Hyper, Patterns
 
 #: What a text must look like to be read as a number: YAML 1.2's decimal numbers.
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -103,9 +103,13 @@ def floats_of(value: Any) -> Kind:
 
 def kind_of_hyper(hyper: Hyper) -> Kind:
     """The kind of an optimiser's or a schedule's hyperparameter."""
+    if isinstance(hyper, Patterns):
+        return Kind("list", item=Kind("text"))
+    if isinstance(hyper, Factors):
+        return Kind("mapping", item=Kind("float"))
     if isinstance(hyper.default, tuple):
         return Kind("list", hyper.optional, items=(Kind("float"),) * len(hyper.default))
-    if hyper.length:
+    if hyper.length or isinstance(hyper, Count):
         return Kind("int", hyper.optional)
     found = kind_of_value(hyper.default)
     # a hyperparameter that is off by default (clip_norm) is a number when it is on

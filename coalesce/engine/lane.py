@@ -14,7 +14,7 @@ from coalesce.engine.objects import Path, spell
 from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template
-from coalesce.optim.base import Rule
+from coalesce.optim.base import Count, Factors, Patterns, Rule
 
 
 def lane_loss(
@@ -88,12 +88,16 @@ def hyperparameters(rule: type[Rule], static: Mapping[str, Any], riding: Mapping
 
     Args:
         static: the configuration, of which what does not ride is used.
-        riding: name or ``name.index`` → 0-d tensor.
+        riding: name, ``name.index`` or ``name.pattern`` → 0-d tensor.
     """
     values = {}
     for name, spec in rule.hyper.items():
-        if isinstance(spec.default, tuple):
+        if isinstance(spec, Count | Patterns):
+            values[name] = static[name]
+        elif isinstance(spec.default, tuple):
             values[name] = tuple(riding[f"{name}.{i}"] for i in range(len(spec.default)))
+        elif isinstance(spec, Factors):
+            values[name] = {pattern: riding[f"{name}.{pattern}"] for pattern in static[name]}
         else:
             values[name] = riding.get(name, static[name])
     return SimpleNamespace(**values)
@@ -103,13 +107,17 @@ def riding_hyperparameters(rule: type[Rule], config: Mapping[str, Any]) -> dict[
     """The tensors that ride for one experiment: floats as 0-d float64, lengths as 0-d int64.
 
     Returns:
-        name, or ``name.index`` for an item of a tuple, → 0-d tensor. Booleans and None do not ride.
+        name, or ``name.index`` for an item of a tuple, ``name.pattern`` for one of a mapping, → 0-d tensor. Booleans,
+        None, counts and patterns do not ride.
     """
     found: dict[str, Tensor] = {}
     for name, spec in rule.hyper.items():
         value = config[name]
-        if isinstance(spec.default, tuple):
-            found |= {f"{name}.{i}": torch.tensor(v, dtype=torch.float64) for i, v in enumerate(value)}
+        if isinstance(spec, Count | Patterns):
+            continue
+        if isinstance(spec.default, tuple | dict):
+            items = sorted(value.items()) if isinstance(value, Mapping) else enumerate(value)
+            found |= {f"{name}.{i}": torch.tensor(v, dtype=torch.float64) for i, v in items}
         elif value is not None and not isinstance(value, bool):
             found[name] = torch.tensor(value, dtype=torch.int64 if spec.length else torch.float64)
     return found

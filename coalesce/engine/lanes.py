@@ -166,7 +166,7 @@ class Lanes:
         state |= {f"fixed/{n}": tensors[n] for n in template.fixed}
         state |= {f"buffer/{n}": t.detach() for n, t in model.named_buffers()}
         for name in template.trained:
-            slots = template.optimizer.init(tensors[name], template.static_hyper)
+            slots = template.slots(name, tensors[name], experiment)
             state |= {f"slot/{slot}/{name}": t for slot, t in slots.items()}
         for i, value in enumerate(riding.values()):
             rides = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=template.dtype)

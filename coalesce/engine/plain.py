@@ -17,6 +17,7 @@ from coalesce.engine.rehearsal import check_scalars, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template, build
 from coalesce.experiment import Experiment
+from coalesce.optim.groups import hyper_of
 from coalesce.random import key_of, shuffled
 
 
@@ -54,9 +55,7 @@ class Plain:
         self.optimizer = riding_hyperparameters(self.template.optimizer, config["optimizer"])
         self.schedule = riding_hyperparameters(self.template.schedule, config["schedule"])
         named = dict(self.model.named_parameters())
-        self.slots = {
-            n: self.template.optimizer.init(named[n].detach(), config["optimizer"]) for n in self.template.trained
-        }
+        self.slots = {n: self.template.slots(n, named[n].detach(), experiment) for n in self.template.trained}
         self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
         self.step, self.alive = 0, True
 
@@ -115,7 +114,7 @@ class Plain:
         riding = dict(self.optimizer)
         hyper = hyperparameters(template.schedule, config["schedule"], self.schedule)
         factor = template.schedule.factor(self._count(self.step), self._count(self.experiment.steps), hyper)
-        riding["lr"] = riding["lr"] * factor
+        riding |= {rate: riding[rate] * factor for rate in template.optimizer.rates}
         hyper = hyperparameters(template.optimizer, config["optimizer"], riding)
         sound = True
         with torch.no_grad():
@@ -124,11 +123,14 @@ class Plain:
                 if grad is None:
                     # this step's loss had no use for it; torch.optim skips it too
                     continue
-                new, slots = template.optimizer.update(param, grad, self.slots[name], hyper, self._count(self.step + 1))
+                mine, old = hyper_of(template.optimizer, hyper, template.names[name]), self.slots[name]
+                new, slots = template.optimizer.update(param, grad, old, mine, self._count(self.step + 1))
                 # as in a lane: an entry that would break keeps its last value
                 kept = torch.isfinite(new)
-                sound = sound and bool(kept.all())
-                self.slots[name] = {n: torch.where(kept, v, self.slots[name][n]) for n, v in slots.items()}
+                whole = kept.all()
+                sound = sound and bool(whole)
+                masks = {n: kept if v.shape == param.shape else whole for n, v in slots.items()}
+                self.slots[name] = {n: torch.where(masks[n], v, old[n]) for n, v in slots.items()}
                 param.copy_(torch.where(kept, new, param))
         if not sound:
             return self._break(before)

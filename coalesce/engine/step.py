@@ -16,6 +16,7 @@ from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss
 from coalesce.engine.template import Template
 from coalesce.engine.trace import inline, is_view, trace
+from coalesce.optim.groups import group_of, hyper_of
 from coalesce.random import shuffled
 
 #: Name → tensor (K, …); the name's first part says what it is: trained, fixed, buffer, slot, riding, optimizer,
@@ -94,7 +95,8 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
         hyper = hyperparameters(template.schedule, experiment.config["schedule"], riding)
         return template.schedule.factor(step, steps, hyper)
 
-    optimizer["lr"] = optimizer["lr"] * vmap(factor)(step, steps, schedule)
+    scale = vmap(factor)(step, steps, schedule)
+    optimizer |= {rate: optimizer[rate] * scale for rate in template.optimizer.rates}
 
     batch_size = experiment.batch_size
     position = step[:, None] * batch_size + torch.arange(batch_size, device=step.device)
@@ -158,14 +160,15 @@ def _place_update(
     hyper = [n for n in results if n.startswith("now/") and n != "now/step"]
     param = f"trained/{name}"
     examples = [state[param], state[param], state["lane/alive"], state["lane/step"]]
-    examples += [state[n] for n in slots] + [state[n.replace("now/", "optimizer/")] for n in hyper]
-    shape = tuple(state[param].shape), state[param].dtype, tuple(slots and [n.split("/", 2)[1] for n in slots])
+    examples += [state[n] for n in slots] + [state[f"optimizer/{n.removeprefix('now/')}"] for n in hyper]
+    group = group_of(template.optimizer, template.static_hyper, template.names[name])
+    slot_names = [n.split("/", 2)[1] for n in slots]
+    shape = tuple(state[param].shape), state[param].dtype, tuple(slot_names), group
     if shape not in traced:
-        slot_names = [n.split("/", 2)[1] for n in slots]
         hyper_names = [n.removeprefix("now/") for n in hyper]
 
         def update(*inputs: Tensor) -> list[Tensor]:
-            return _update(template, slot_names, hyper_names, *inputs)
+            return _update(template, name, slot_names, hyper_names, *inputs)
 
         traced[shape] = trace(update, examples)
     gradient = results[f"gradient/{name}"]
@@ -180,12 +183,13 @@ def _place_update(
     return broken
 
 
-def _update(template: Template, slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor) -> list[Tensor]:
+def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor) -> list[Tensor]:
     """One parameter's update in all lanes.
 
     An entry that would turn infinite or NaN keeps its last value, with its optimiser state, and its lane is told to
     have broken: so the state that a diverged lane is frozen in is finite, whichever layer broke first, and no second
-    pass over the parameters is needed to find out.
+    pass over the parameters is needed to find out. State that is not entry by entry the parameter's (Adafactor's rows)
+    stands still in a lane that has broken.
     """
     param, grad, good, step = inputs[:4]
     state = dict(zip(slots, inputs[4 : 4 + len(slots)], strict=True))
@@ -193,13 +197,16 @@ def _update(template: Template, slots: Sequence[str], hyper: Sequence[str], *inp
 
     def one(param: Tensor, grad: Tensor, state: Any, riding: Any, step: Tensor) -> Any:
         values = hyperparameters(template.optimizer, template.static_hyper, riding)
+        values = hyper_of(template.optimizer, values, template.names[name])
         return template.optimizer.update(param, grad, state, values, step)
 
     new, moments = vmap(one)(param, grad, state, riding, step)
     sound = torch.isfinite(new)
     kept = sound & _lanes(good, sound)
     broken = good & ~sound.reshape(sound.shape[0], -1).all(1)
-    return [torch.where(kept, new, param), *(torch.where(kept, moments[n], state[n]) for n in slots), broken]
+    whole = good & ~broken
+    masks = {n: kept if state[n].shape == param.shape else _lanes(whole, state[n]) for n in slots}
+    return [torch.where(kept, new, param), *(torch.where(masks[n], moments[n], state[n]) for n in slots), broken]
 
 
 def _finish(alive: Tensor, step: Tensor, steps: Tensor, good: Tensor, broken: Tensor, *values: Tensor) -> list[Tensor]:

@@ -17,9 +17,10 @@ from coalesce.engine.audit import Audit
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Alias, Path, differing, forbidden, installed, lookup, spell
 from coalesce.engine.rehearsal import Rehearsal, own_code, rehearse
-from coalesce.errors import TaskError
+from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES, Optimizer, Schedule
+from coalesce.optim.groups import config_of, unmatched
 from coalesce.task import Data, Task
 
 
@@ -39,11 +40,12 @@ class Template:
         variants: swept key of the task → the representative with another value of it alone.
         trained, fixed: names of the parameters that are updated, and of those that are not: frozen, or without a
             gradient, which `torch.optim` skips too.
+        names: parameter → all its names, of which a tied one has several.
         dtype: of the riding floats: the model's, but not below float32, in which a rate of 0.1 keeps its value.
 
     Raises:
         TaskError: the task's own code fails, or does what lanes cannot share.
-        ConfigError: the data do not fit.
+        ConfigError: the data do not fit, or a name pattern of the optimiser matches no parameter.
     """
 
     def __init__(self, cohort: Cohort, audit: bool = True):
@@ -62,6 +64,10 @@ class Template:
         named = dict(self.model.named_parameters())
         self.trained = tuple(n for n, p in named.items() if p.requires_grad and n not in self.rehearsal.unused)
         self.fixed = tuple(n for n in named if n not in self.trained)
+        self.names = _all_names(self.model)
+        problems = unmatched(self.optimizer, self.static_hyper, self.names.values())
+        if problems:
+            raise ConfigError(problems)
         self.dtype = _riding_dtype(self.model)
         if audit:
             Audit(_instance, self.experiment, self.variants, self.origins, self.data, self.dtype).run()
@@ -70,6 +76,11 @@ class Template:
     def static_hyper(self) -> dict[str, Any]:
         """The optimiser's configuration, of which only what does not ride is the same in every lane."""
         return dict(self.experiment.config["optimizer"])
+
+    def slots(self, name: str, param: Tensor, experiment: Experiment) -> dict[str, Tensor]:
+        """A parameter's optimiser state at the start of an experiment: name → tensor."""
+        config = config_of(self.optimizer, experiment.config["optimizer"], self.names[name])
+        return self.optimizer.init(param, config)
 
     def roots(self) -> dict[str, object]:
         return {"task": self.task, "model": self.model}
@@ -171,6 +182,13 @@ class Template:
             f"{self.task_class.__name__}.data() reads {spell(path)}, which follows from {self.origins[path]} and "
             f"differs between the lanes of this graph, but lanes share their data: {way}."
         )
+
+
+def _all_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {found[0]: tuple(found) for found in names.values()}
 
 
 def _riding_dtype(model: nn.Module) -> torch.dtype:

@@ -89,6 +89,51 @@ class Hyper:
         return wrong("out of range") if below or above else (value, [])
 
 
+@dataclass(frozen=True)
+class Count(Hyper):
+    """A hyperparameter that counts something in the graph: another value is another graph."""
+
+    def valid(self) -> str:
+        return f"an integer, at least {self.low:g}"
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value, [Problem(key, value, "must be an integer", self.valid())]
+        return value, [Problem(key, value, "out of range", self.valid())] if not self.low <= value <= self.high else []
+
+
+@dataclass(frozen=True)
+class Patterns(Hyper):
+    """A list of name patterns, by default empty. A rule's `update` sees whether its parameter's name matches one of
+    them (see `coalesce.optim.groups`); another list is another graph."""
+
+    def valid(self) -> str:
+        return "a list of parameters' names, in which * stands for any text"
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if not isinstance(value, list | tuple):
+            return value, [Problem(key, value, "must be a list of text", self.valid())]
+        wrong = [(i, v) for i, v in enumerate(value) if not isinstance(v, str) or not v]
+        if wrong:
+            return value, [Problem(f"{key}.{i}", v, "must be a name, or a pattern", self.valid()) for i, v in wrong]
+        # the order says nothing, so that it makes no other experiment
+        return sorted(set(value)), []
+
+
+@dataclass(frozen=True)
+class Factors(Hyper):
+    """A mapping of name pattern → float, by default empty. The floats ride; other patterns are another graph."""
+
+    def valid(self) -> str:
+        return f"a mapping of a name pattern to a finite number, at least {self.low:g}"
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if not isinstance(value, Mapping):
+            return value, [Problem(key, value, "must be a mapping", self.valid())]
+        checked = {str(name): self._number(f"{key}.{name}", item) for name, item in value.items()}
+        return {n: checked[n][0] for n in sorted(checked)}, [p for _, found in checked.values() for p in found]
+
+
 class Rule:
     """A named rule with hyperparameters. Subclasses are never instantiated: they hold pure functions.
 
@@ -114,7 +159,7 @@ class Rule:
         resolved: dict[str, Any] = {"name": cls.name}
         problems = []
         for name, spec in cls.hyper.items():
-            default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
+            default: Any = list(spec.default) if isinstance(spec.default, tuple) else spec.default
             resolved[name], found = spec.check(f"{key}.{name}", config.get(name, default))
             problems += found
         for name in config:
@@ -134,15 +179,23 @@ class Rule:
 
 
 class Optimizer(Rule):
-    """An update rule: a pure function of one parameter of one lane. The engine maps it over the lanes."""
+    """An update rule: a pure function of one parameter of one lane. The engine maps it over the lanes.
+
+    Attributes:
+        rates: names of the hyperparameters that the schedule and the factors of `lr_factors` multiply.
+        decays: names of those that are 0 for a parameter of `no_decay`.
+    """
+
+    rates: ClassVar[tuple[str, ...]] = ("lr",)
+    decays: ClassVar[tuple[str, ...]] = ("weight_decay",)
 
     @classmethod
     def init(cls, param: Tensor, hyper: Mapping[str, Any]) -> State:
-        """The named state of a parameter before the first step.
+        """The named state of a parameter before the first step. Its names, shapes and dtypes are those of every lane.
 
         Args:
             param: (...) one lane's parameter.
-            hyper: the configuration's hyperparameters; only those that do not ride may be looked at.
+            hyper: the lane's own hyperparameters, `Patterns` as in `update`; only values may follow from what rides.
         """
         raise NotImplementedError
 
@@ -155,9 +208,10 @@ class Optimizer(Rule):
         Args:
             param, grad: (...) one lane's parameter and its gradient, of one dtype.
             state: as `init` made it.
-            hyper: every hyperparameter: floats as 0-d float64 tensors (they ride), pairs as tuples of such, the
-                rest as Python values. ``lr`` is the scheduled one. Scalars are combined in float64, as Python
-                does in `torch.optim`, and cast to the parameter's dtype last.
+            hyper: every hyperparameter: floats as 0-d float64 tensors (they ride), pairs as tuples of such,
+                `Patterns` as whether this parameter matches one, the rest as Python values. ``lr`` is the scheduled
+                one. Scalars are combined in float64, as Python does in `torch.optim`, and cast to the parameter's
+                dtype last.
             step: 0-d int64, 1 at the first update.
 
         Returns:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from coalesce.errors import Problem
 from coalesce.optim.base import Hyper, Optimizer, State
-from coalesce.optim.common import CLIP_NORM, learning_rate, weight_decay
+from coalesce.optim.common import OPTIONS, learning_rate, weight_decay, with_l2, zeros
 
 
 class SGD(Optimizer):
@@ -25,9 +25,9 @@ class SGD(Optimizer):
         "lr": learning_rate(0.1),
         "momentum": Hyper(0.0, low=0.0, text="share of the last update direction that is kept"),
         "dampening": Hyper(0.0, text="share of the gradient that is left out of the momentum"),
-        "weight_decay": weight_decay(0.0, "L2 term added to the gradient"),
+        "weight_decay": weight_decay(0.0),
         "nesterov": Hyper(False, text="look ahead along the momentum"),
-        "clip_norm": CLIP_NORM,
+        **OPTIONS,
     }
 
     @classmethod
@@ -39,7 +39,7 @@ class SGD(Optimizer):
 
     @classmethod
     def init(cls, param: Tensor, hyper: Mapping[str, Any]) -> State:
-        return {"momentum": torch.zeros_like(param)}
+        return zeros(param, "momentum")
 
     @classmethod
     def update(
@@ -47,7 +47,7 @@ class SGD(Optimizer):
     ) -> tuple[Tensor, State]:
         dtype = param.dtype
         momentum = hyper.momentum.to(dtype)
-        grad = grad + hyper.weight_decay.to(dtype) * param
+        grad = with_l2(grad, param, hyper.weight_decay)
         buffer = momentum * state["momentum"] + (1 - hyper.dampening).to(dtype) * grad
         buffer = torch.where(step == 1, grad, buffer)
         direction = grad + momentum * buffer if hyper.nesterov else buffer

@@ -86,7 +86,7 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     slots = sum(
         slot.nbytes
         for n in template.trained
-        for slot in template.optimizer.init(named[n].detach(), template.static_hyper).values()
+        for slot in template.slots(n, named[n].detach(), template.experiment).values()
     )
     rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
     per_lane = 2 * trained + slots + rest + template.rehearsal.saved_bytes
