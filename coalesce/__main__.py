@@ -166,7 +166,8 @@ def run_order(order: Order) -> int:
         print(f"What was recorded so far lies in {paths.folder}", file=sys.stderr)
         raise
     frame = results_frame(results, plan.keys, [experiment.id for experiment in plan.experiments])
-    print_summary(frame, plan.keys, plan.trainer.monitor, plan.trainer.mode, paths.folder, console)
+    trainer = plan.trainer
+    print_summary(frame, plan.keys, trainer.monitor, trainer.mode, paths.folder, console, trainer.show)
     return FAILED if any(result.status == "failed" for result in results) else DONE
 
 

@@ -12,6 +12,9 @@ from typing import Any
 #: The keys of an experiment's configuration: everything that determines its result, and nothing else.
 KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed")
 
+#: Those of them of which whole options are swept: ``optimizer: [sgd, adamw]``.
+GROUPS = ("task", "optimizer", "schedule")
+
 #: Version of the id rule. It changes only if every id must change.
 ID_RULE = "coalesce-1"
 

@@ -314,6 +314,9 @@ def trainer_problems(**settings: Any) -> list[str]:
 
 def test_trainer_defaults() -> None:
     assert check_trainer({}) == Trainer()
+    assert (
+        check_trainer({"show": "test/loss"}) == check_trainer({"show": ["test/loss"]}) == Trainer(show=("test/loss",))
+    )
 
 
 def test_trainer_settings_arrive_in_their_type() -> None:
@@ -342,6 +345,8 @@ def test_trainer_settings_arrive_in_their_type() -> None:
         ({"mode": "maxx"}, "trainer.mode='maxx': not a valid choice", "did you mean 'max'?"),
         ({"monitor": " "}, "trainer.monitor=' ': must name a metric", "val/accuracy"),
         ({"monitor": 3}, "trainer.monitor=3: must be text", ""),
+        ({"show": 3}, "trainer.show=3: must be a list", ""),
+        ({"show": ["a", 3]}, "trainer.show.1=3: must be text", ""),
         ({"widht": 3}, "trainer.widht=3: unknown key", "did you mean 'width'?"),
     ],
 )

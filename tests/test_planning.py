@@ -202,6 +202,19 @@ def test_what_cannot_be_monitored(monitor: str) -> None:
     assert problem.key == "trainer.monitor"
 
 
+def test_metrics_to_show_are_checked_likewise() -> None:
+    """Those of the test split exist, though only when an experiment has ended."""
+    kept: dict[str, Any] = {"arguments": {"splits": "train val test"}, "monitor": "val/loss"}
+    planned(Net, **kept, show=("test/loss", "train/loss"))
+    found = problems(Net, **kept, show=("test/los", "val/w"))
+    assert [(p.key, p.value, p.nearest) for p in found] == [
+        ("trainer.show", "test/los", "test/loss"),
+        ("trainer.show", "val/w", "val/loss"),
+    ]
+    found = problems(Net, arguments={"splits": "train val"}, monitor="val/loss", show=("test/loss",))
+    assert "test" not in found[0].valid
+
+
 def test_without_a_validation_split_its_metrics_are_no_monitor() -> None:
     (problem,) = problems(Net, arguments={"splits": "train test"}, monitor="val/loss")
     assert problem.valid == "train/loss"

@@ -9,6 +9,7 @@ import io
 
 from rich.console import Console
 
+from coalesce.experiment import Experiment
 from coalesce.report.plan import LISTED, print_plan
 from coalesce.runner.plan import Plan
 from run_fakes import experiment, grid, plan
@@ -70,6 +71,28 @@ def test_nothing_is_wider_than_the_console() -> None:
     tables = printed(of).split("Riding")[1].splitlines()[1:-1]
     assert max(map(len, tables)) <= 80
     assert all(one.id in "".join(tables) for one in of.experiments)
+
+
+def test_values_that_a_swept_group_decides_get_a_table_of_their_own() -> None:
+    names = [f"task.argument_number_{index}" for index in range(4)]
+    experiments = [
+        Experiment(
+            {"seed": seed, "steps": 5, "task": task}, {"task": task, **dict.fromkeys(names, 10 + place), "seed": seed}
+        )
+        for place, task in enumerate(("first", "second"))
+        for seed in range(15)
+    ]
+    text = printed(plan(experiments))
+    # all of them are looked at, those that are not listed too
+    head, _, tail = text.partition("… and 10 more")
+    assert [line.split()[2:] for line in head.splitlines() if line.split()[:1] == [experiments[15].id]] == [
+        *(["second", "0"],)
+    ]
+    assert [line.split() for line in tail.splitlines() if "argument" in line] == [[name, "10", "11"] for name in names]
+    # what one of the options leaves open keeps its column
+    open_ = [*experiments, Experiment({"seed": 99, "steps": 5}, {**experiments[0].values, names[0]: 99, "seed": 99})]
+    tail = printed(plan(open_)).partition("more")[2]
+    assert [line.split()[0] for line in tail.splitlines() if "argument" in line] == names[1:]
 
 
 def test_plain_ascii_where_nothing_else_can_be_shown() -> None:

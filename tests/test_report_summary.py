@@ -12,6 +12,7 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,8 @@ from rich.console import Console
 
 import coalesce
 from coalesce.experiment import Experiment
-from coalesce.report.summary import ROWS, best_experiment, print_summary
+from coalesce.report.groups import ROWS
+from coalesce.report.summary import best_experiment, print_summary
 from coalesce.runner.listener import Result
 from coalesce.store.frames import results_frame
 from coalesce.store.paths import RunPaths
@@ -33,9 +35,16 @@ def frame_of(experiments: Sequence[Experiment], results: Sequence[Result]) -> pd
     return results_frame(results, list(experiments[0].values), [one.id for one in experiments])
 
 
-def printed(frame: pd.DataFrame, keys: Sequence[str], mode: str = "max", monitor: str = "val/accuracy") -> str:
-    console = Console(file=io.StringIO(), width=80)
-    print_summary(frame, keys, monitor, mode, None, console)
+def printed(
+    frame: pd.DataFrame,
+    keys: Sequence[str],
+    mode: str = "max",
+    monitor: str = "val/accuracy",
+    show: Sequence[str] = (),
+    width: int = 80,
+) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_summary(frame, keys, monitor, mode, None, console, show)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -222,3 +231,82 @@ def test_the_folder_and_how_to_read_it(tmp_path: Path) -> None:
         call = re.fullmatch(r"Read them:  coalesce\.load\((.*)\)", lines[-1])
         assert call is not None
         assert len(coalesce.load(ast.literal_eval(call[1]))) == 2
+
+
+MODELS = ("mnist1d_mlp", "mnist1d_cnn", "mnist1d_gru")
+
+
+def models() -> tuple[list[Experiment], list[Result]]:
+    """Three tasks with values of their own, ten seeds each: a test accuracy 0.1 below that of validation."""
+    own = {"steps": (3000, 1500, 1000), "optimizer.lr": (0.01, 0.02, 0.02), "task.hidden": (160, None, 12)}
+    experiments, results = [], []
+    for index, task in enumerate(MODELS):
+        for seed in range(10):
+            one = experiment({"steps": own["steps"][index]})
+            values = {"task": task, **{key: given[index] for key, given in own.items()}, "seed": seed}
+            one = Experiment({**one.config, "task": {"_target_": task}, "seed": seed}, values)
+            accuracy = (0.7, 0.9, 0.8)[index] + seed / 100
+            ended = result(one, accuracy)
+            experiments.append(one)
+            results.append(replace(ended, metrics={**ended.metrics, "test/accuracy": accuracy - 0.1}))
+    return experiments, results
+
+
+def test_a_swept_group_with_values_of_its_options() -> None:
+    experiments, results = models()
+    keys = ["task", "steps", "optimizer.lr", "task.hidden", "seed"]
+    frame = frame_of(experiments, results)
+    text = printed(frame, keys, show=["test/accuracy", "val/accuracy", "test/accuracy"], width=100)
+    assert "val/accuracy (higher is better) and test/accuracy: last value, mean" in text
+    std = f"{statistics.stdev([seed / 100 for seed in range(10)]):.3f}"
+    means = [("0.7450", "0.6450"), ("0.9450", "0.8450"), ("0.8450", "0.7450")]
+    own = [["3000", "0.01", "160"], ["1500", "0.02", "null"], ["1000", "0.02", "12"]]
+    lines = text[: text.index("Best mean")].splitlines()
+    table = [line.split() for line in lines if line.strip().startswith("mnist1d")]
+    assert table == [
+        [task, *values, val, std, test, std, "10", "0"]
+        for task, values, (val, test) in zip(MODELS, own, means, strict=True)
+    ]
+    assert "Best mean: task=mnist1d_cnn, steps=1500, optimizer.lr=0.02, task.hidden=null: val/accuracy 0.9450" in text
+    assert f"over 10 seeds, standard deviation {std}; test/accuracy 0.8450" in text
+    assert "decided by" not in text
+    # a narrow one keeps its numbers whole; what the task decides has a table of its own
+    narrow = printed(frame, keys, show=["test/accuracy"], width=72)
+    lines = narrow[: narrow.index("Best mean")].splitlines()
+    assert max(len(line) for line in lines[2:]) <= 72
+    table = [line.split() for line in lines if line.strip().startswith("mnist1d")]
+    expected = zip(MODELS, means, strict=True)
+    assert table == [[task, val, std, test, std, "10", "0"] for task, (val, test) in expected]
+    place = next(i for i, line in enumerate(lines) if line.strip().startswith("decided by task"))
+    assert lines[place].split()[3:] == list(MODELS)
+    assert [line.split() for line in lines[place + 2 : place + 5]] == [
+        [key, *(row[index] for row in own)] for index, key in enumerate(keys[1:-1])
+    ]
+    # narrower still, their names are all that is left of it
+    narrow = printed(frame, keys, show=["test/accuracy"], width=55)
+    assert "Decided by task, and not shown for want of width: steps, optimizer.lr, task.hidden\n" in narrow
+    # what is not decided keeps its column
+    one = replace_value(experiments[0], "optimizer.lr", 0.5)
+    frame = frame_of([*experiments, one], [*results, result(one)])
+    narrow = printed(frame, keys, show=["test/accuracy"], width=85)
+    table = [line.split() for line in narrow.splitlines() if line.strip().startswith("mnist1d")]
+    assert [row[:3] for row in table] == [
+        ["mnist1d_mlp", "0.01", "0.7450"],
+        ["mnist1d_cnn", "0.02", "0.9450"],
+        ["mnist1d_gru", "0.02", "0.8450"],
+        ["mnist1d_mlp", "0.5", "0.9000"],
+    ]
+
+
+def replace_value(one: Experiment, key: str, value: float) -> Experiment:
+    config = {**one.config, "optimizer": {**one.config["optimizer"], "lr": value}}
+    return Experiment(config, {**one.values, key: value})
+
+
+def test_a_shown_metric_that_was_not_always_finite_says_its_number() -> None:
+    experiments = grid(seed=[0, 1, 2])
+    results = [replace(result(one, 0.5), metrics={"val/accuracy": 0.5, "test/f1": 0.25}) for one in experiments]
+    results[1] = replace(results[1], metrics={"val/accuracy": 0.5, "test/f1": math.nan})
+    text = printed(frame_of(experiments, results), ["seed"], show=["test/f1", "test/none"])
+    row = next(line for line in text.splitlines() if line.strip().startswith("0.5000"))
+    assert row.split() == ["0.5000", "0.0", "0.2500", "(n=2)", "0.0", "-", "(n=0)", "-", "3", "0"]

@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from coalesce.configuration import make_experiments
+from coalesce.experiment import experiment_id
 from coalesce.task import Data, Task, missing_methods
-from coalesce.tasks import Digits, Mnist1dCNN, Mnist1dMLP
+from coalesce.tasks import Digits, Mnist1dCNN, Mnist1dGRU, Mnist1dMLP
 
 #: They show the same task of a user's own.
 PAGES = ["README.md", "docs/guide.md"]
@@ -114,6 +116,9 @@ def test_the_pages_task_is_one() -> None:
         (Mnist1dMLP(), 40 * 100 + 100 + 100 * 100 + 100 + 100 * 10 + 10),
         # the paper's CNN has 5,210
         (Mnist1dCNN(), 5210),
+        # and its GRU 5,134: three gates of 6 units see 1 + 6 values and have two biases, in two directions
+        (Mnist1dGRU(), 5134),
+        (Mnist1dGRU(hidden=3), 2 * 3 * 3 * (1 + 3 + 2) + 40 * 2 * 3 * 10 + 10),
         (Mnist1dCNN(channels=10), 1 * 10 * 5 + 10 + 2 * (10 * 10 * 3 + 10) + 50 * 10 + 10),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Task) else str(value),
@@ -138,6 +143,60 @@ def test_digits_arguments_reach_the_model_and_the_loss() -> None:
     torch.testing.assert_close(
         smooth.metrics(model, batch)["accuracy"], (logits.argmax(1) == batch[1]).sum() / torch.tensor(20.0)
     )
+
+
+def test_mnist1d_arguments_reach_the_models_and_the_loss(mnist1d: Data) -> None:
+    batch = mnist1d.batch("val", torch.arange(20))
+    for smooth in (
+        Mnist1dMLP(label_smoothing=0.2),
+        Mnist1dCNN(label_smoothing=0.2),
+        Mnist1dGRU(label_smoothing=0.2),
+    ):
+        model = smooth.model()
+        logits = model(batch[0]).log_softmax(-1)
+        assert logits.shape == (20, 10)
+        nll = -logits.gather(1, batch[1][:, None]).mean()
+        torch.testing.assert_close(smooth.loss(model, batch), 0.8 * nll - 0.2 * logits.mean())
+        torch.testing.assert_close(smooth.metrics(model, batch)["loss"], nll)
+    dropped = Mnist1dMLP(dropout=0.3).model()
+    assert [m.p for m in dropped.modules() if isinstance(m, torch.nn.Dropout)] == [0.3, 0.3]
+    # younger arguments have changed no name and no initial weight
+    torch.manual_seed(1)
+    state = Mnist1dMLP(hidden=5).model().state_dict()
+    assert list(state) == [f"{place}.{kind}" for place in ("0.0", "1.0", "2") for kind in ("weight", "bias")]
+    torch.manual_seed(1)
+    assert torch.equal(torch.nn.Linear(40, 5).weight, state["0.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("task", "younger"),
+    [(Mnist1dMLP, {"dropout": 0.0, "label_smoothing": 0.0}), (Mnist1dCNN, {"label_smoothing": 0.0})],
+)
+def test_younger_arguments_of_mnist1d_leave_the_ids_alone(task: type[Task], younger: dict[str, float]) -> None:
+    kept = {"optimizer": "sgd", "schedule": "constant", "steps": 1, "batch_size": 1, "seed": 0}
+    (now, other), _ = make_experiments({"task": task, **kept}, {"task.label_smoothing": [0.0, 0.5]})
+    before = {k: v for k, v in now.config["task"].items() if k not in younger}
+    assert now.id == experiment_id({**now.config, "task": before})
+    assert other.id != now.id
+
+
+def test_the_gru_reads_the_signal_in_both_directions_and_keeps_every_output(mnist1d: Data) -> None:
+    """By hand, one direction after the other, from the cell's equations (the documentation of torch.nn.GRU)."""
+    model = Mnist1dGRU(hidden=4).model().double()
+    x = mnist1d.leaves("val")[0][:3].double()
+    weights = {name.removeprefix("rnn."): value for name, value in model.state_dict().items()}
+    rows = torch.zeros(3, 40, 8, dtype=torch.float64)
+    for part, order, end in ((0, range(40), ""), (4, range(39, -1, -1), "_reverse")):
+        h = torch.zeros(3, 4, dtype=torch.float64)
+        for t in order:
+            seen = x[:, t : t + 1] @ weights[f"weight_ih_l0{end}"].T + weights[f"bias_ih_l0{end}"]
+            kept = h @ weights[f"weight_hh_l0{end}"].T + weights[f"bias_hh_l0{end}"]
+            r, z = ((seen[:, i : i + 4] + kept[:, i : i + 4]).sigmoid() for i in (0, 4))
+            new = (seen[:, 8:] + r * kept[:, 8:]).tanh()
+            h = (1 - z) * new + z * h
+            rows[:, t, part : part + 4] = h
+    expected = rows.flatten(1) @ weights["linear.weight"].T + weights["linear.bias"]
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

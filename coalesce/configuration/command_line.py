@@ -25,8 +25,7 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException
 
 from coalesce.configuration.language import has_sweep, patterns
-from coalesce.configuration.params import GROUPS
-from coalesce.experiment import KEYS
+from coalesce.experiment import GROUPS, KEYS
 
 PARAMS = "sweep.params"
 #: Nodes of our own, of which we know better than Hydra which keys there are.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coalesce.configuration.params import GROUPS
 from coalesce.configuration.resolve import RULES, Resolver
 from coalesce.errors import Problem, nearest
+from coalesce.experiment import GROUPS
 
 #: Composes the base configuration anew with other group options: {"optimizer": "sgd"} → configuration.
 Compose = Callable[[Mapping[str, Any]], Mapping[str, Any]]

@@ -7,10 +7,8 @@ from typing import Any
 
 from coalesce.configuration.values import plain
 from coalesce.errors import ConfigError, Problem, nearest
-from coalesce.experiment import KEYS
+from coalesce.experiment import GROUPS, KEYS
 
-#: Keys of which whole options are swept: ``optimizer: [sgd, adamw]``.
-GROUPS = ("task", "optimizer", "schedule")
 #: Reads a text in a sweep language into values; raises ConfigError. Arguments: the swept key and the text.
 Read = Callable[[str, str], Sequence[Any]]
 

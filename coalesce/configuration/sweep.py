@@ -16,10 +16,10 @@ from coalesce.configuration.options import (
     rule_defaults,
     rule_names,
 )
-from coalesce.configuration.params import GROUPS, Read, flatten, known_keys, unique, zip_axes
+from coalesce.configuration.params import Read, flatten, known_keys, unique, zip_axes
 from coalesce.configuration.resolve import Resolver
 from coalesce.errors import ConfigError, Problem
-from coalesce.experiment import Experiment, leaves
+from coalesce.experiment import GROUPS, Experiment, leaves
 from coalesce.search.grid import Grid
 
 #: How many members of a sweep that is refused anyway are looked at, to find what else is wrong.

@@ -48,6 +48,8 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
         if name == "width" and value == "auto":
             checked[name] = value
             continue
+        if name == "show" and isinstance(value, str):
+            value = [value]
         checked[name], found = coerce(key, value, kind)
         if not found and name in COUNTS and checked[name] is not None and checked[name] < 1:
             found = [Problem(key, value, "must be at least 1")]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from coalesce.report import text
+from coalesce.report.fitting import header, print_fitting
 from coalesce.runner.plan import Plan, PlannedCohort
 
 #: Experiments listed one by one.
@@ -32,9 +35,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     if len(riding) == 1 and any(riding):
         text.say(console, f"Riding, so that other values compile nothing: {', '.join(*riding)}")
     if plan.keys:
-        console.print(_experiments(plan, console))
-    if plan.keys and experiments > LISTED:
-        text.say(console, f"{text.ellipsis(console)} and {experiments - LISTED:,} more\n")
+        _print_experiments(plan, console)
     device = plan.trainer.device + (f" ({text.count(plan.trainer.threads, 'thread')})" if plan.trainer.threads else "")
     text.say(
         console,
@@ -63,16 +64,22 @@ def _cohorts(cohorts: tuple[PlannedCohort, ...], riding: bool) -> Table:
     return table
 
 
-def _experiments(plan: Plan, console: Console) -> Table:
+def _print_experiments(plan: Plan, console: Console) -> None:
     listed = plan.experiments[:LISTED]
     cohort_of = {e.id: c.cohort.index for c in plan.cohorts for e in c.cohort.experiments}
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("experiment", no_wrap=True)
-    table.add_column("cohort", justify="right", no_wrap=True)
-    for key in plan.keys:
-        table.add_column(text.header(key, plan.keys, console), justify="right", overflow="fold")
-    columns = [text.distinct(experiment.values.get(key) for experiment in listed) for key in plan.keys]
-    for index, experiment in enumerate(listed):
-        cells = [Text(column[index]) for column in columns]
-        table.add_row(experiment.id, str(cohort_of[experiment.id]), *cells)
-    return table
+
+    def build(keys: Sequence[str], broken: bool) -> Table:
+        table = Table(box=box.SIMPLE_HEAD)
+        table.add_column("experiment", no_wrap=True, vertical="bottom")
+        table.add_column("cohort", justify="right", no_wrap=True, vertical="bottom")
+        for key in keys:
+            table.add_column(header(key, broken), justify="right", overflow="fold", vertical="bottom")
+        columns = [text.distinct(experiment.values.get(key) for experiment in listed) for key in keys]
+        for index, experiment in enumerate(listed):
+            cells = [Text(column[index]) for column in columns]
+            table.add_row(experiment.id, str(cohort_of[experiment.id]), *cells)
+        return table
+
+    rows = [{key: experiment.values.get(key) for key in plan.keys} for experiment in plan.experiments]
+    rest = len(plan.experiments) - LISTED
+    print_fitting(build, rows, plan.keys, console, f"{text.ellipsis(console)} and {rest:,} more" if rest > 0 else "")

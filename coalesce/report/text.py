@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -136,12 +135,6 @@ def count(number: int, noun: str) -> str:
 def ellipsis(console: Console) -> str:
     """Three dots, as the console's encoding can show them."""
     return "..." if console.options.ascii_only else "…"
-
-
-def header(key: str, keys: Sequence[str], console: Console) -> Text:
-    """A swept key as the head of its column; where all of them take half the width, broken after its dots."""
-    crowded = sum(len(name) + 3 for name in keys) > console.width // 2
-    return Text(key.replace(".", ".\n") if crowded else key)
 
 
 def say(console: Console, line: str, style: str = "", wrap: bool = True) -> None:

@@ -21,6 +21,7 @@ class Trainer:
         stack: false runs each experiment alone in a plain eager loop, for debugging: a breakpoint in ``loss`` works.
         device: "auto", "cpu" or "cuda".
         monitor, mode: the metric that "best" looks at, and whether "max" or "min" of it is best.
+        show: more metrics that are summed up beside it at the end of a run: ``("test/accuracy",)``.
         threads: CPU threads of torch, or None: as many as torch takes by itself. Recorded, since results may
             depend on it in the last bit.
         weights: keep the final weights of every experiment.
@@ -35,6 +36,7 @@ class Trainer:
     device: str = "auto"
     monitor: str = "val/accuracy"
     mode: str = "max"
+    show: tuple[str, ...] = ()
     threads: int | None = None
     weights: bool = False
 

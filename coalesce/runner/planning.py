@@ -55,7 +55,7 @@ def make_plan(
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        problems |= dict.fromkeys(_check_batch_size(template) + _check_monitor(template, trainer))
+        problems |= dict.fromkeys(_check_batch_size(template) + _check_metrics(template, trainer))
         # cohorts that differ in their model alone have one data set: keep it once
         template.data = next((t.data for t in templates if t.data.equals(template.data)), template.data)
         templates.append(template)
@@ -128,9 +128,13 @@ def _check_batch_size(template: Template) -> list[Problem]:
     return [Problem("batch_size", size, "larger than the training data", valid)]
 
 
-def _check_monitor(template: Template, trainer: Trainer) -> list[Problem]:
+def _check_metrics(template: Template, trainer: Trainer) -> list[Problem]:
     names = metric_names(template)
-    if trainer.monitor in names:
-        return []
+    ended = names + [f"test/{n}" for n in template.rehearsal.metrics if "test" in template.data.sizes]
+    given = [("trainer.monitor", trainer.monitor, names), *(("trainer.show", name, ended) for name in trainer.show)]
     rule = "no such metric"
-    return [Problem("trainer.monitor", trainer.monitor, rule, ", ".join(names), nearest(trainer.monitor, names))]
+    return [
+        Problem(key, name, rule, ", ".join(known), nearest(name, known))
+        for key, name, known in given
+        if name not in known
+    ]

@@ -1,6 +1,6 @@
 """Ready tasks on real data that needs no download: examples to run, and to copy."""
 
 from coalesce.tasks.digits import Digits
-from coalesce.tasks.mnist1d import Mnist1dCNN, Mnist1dMLP
+from coalesce.tasks.mnist1d import Mnist1dCNN, Mnist1dGRU, Mnist1dMLP
 
-__all__ = ["Digits", "Mnist1dCNN", "Mnist1dMLP"]
+__all__ = ["Digits", "Mnist1dCNN", "Mnist1dGRU", "Mnist1dMLP"]

@@ -1,9 +1,10 @@
-"""MNIST-1D (Greydanus & Kobak 2020, arXiv:2011.14439): signals of length 40 in 10 classes, and two models for them."""
+"""MNIST-1D (Greydanus & Kobak 2020, arXiv:2011.14439): signals of length 40 in 10 classes, three models for them."""
 
 from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,7 +18,15 @@ class Mnist1d(coalesce.Task):
 
     The 1,000 samples for validation come from the same generator with another seed. They are standardised by their
     own mean and deviation, as the generator does with every set that it makes.
+
+    Args:
+        label_smoothing: share of the label that is spread over all classes while training, 0 to 1.
     """
+
+    introduced: ClassVar[dict[str, Any]] = {"label_smoothing": 0.0}
+
+    def __init__(self, label_smoothing: float = 0.0):
+        self.label_smoothing = label_smoothing
 
     def data(self) -> coalesce.Data:
         paper = _generate(seed=42, num_samples=5000, train_split=0.8)
@@ -31,7 +40,7 @@ class Mnist1d(coalesce.Task):
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        return F.cross_entropy(model(x), y)
+        return F.cross_entropy(model(x), y, label_smoothing=self.label_smoothing)
 
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         x, y = batch
@@ -45,15 +54,21 @@ class Mnist1dMLP(Mnist1d):
     Args:
         hidden: units of each hidden layer.
         layers: number of hidden layers.
+        dropout: probability with which a hidden unit is dropped, 0 to 1.
+        label_smoothing: see `Mnist1d`.
     """
 
-    def __init__(self, hidden: int = 100, layers: int = 2):
+    introduced: ClassVar[dict[str, Any]] = {"dropout": 0.0, "label_smoothing": 0.0}
+
+    def __init__(self, hidden: int = 100, layers: int = 2, dropout: float = 0.0, label_smoothing: float = 0.0):
+        super().__init__(label_smoothing)
         self.hidden = hidden
         self.layers = layers
+        self.dropout = dropout
 
     def model(self) -> nn.Module:
         sizes = [40] + [self.hidden] * self.layers
-        blocks = [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in pairwise(sizes)]
+        blocks = [nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Dropout(self.dropout)) for a, b in pairwise(sizes)]
         return nn.Sequential(*blocks, nn.Linear(sizes[-1], 10))
 
 
@@ -62,9 +77,11 @@ class Mnist1dCNN(Mnist1d):
 
     Args:
         channels: channels of each convolution.
+        label_smoothing: see `Mnist1d`.
     """
 
-    def __init__(self, channels: int = 25):
+    def __init__(self, channels: int = 25, label_smoothing: float = 0.0):
+        super().__init__(label_smoothing)
         self.channels = channels
 
     def model(self) -> nn.Module:
@@ -77,6 +94,40 @@ class Mnist1dCNN(Mnist1d):
             nn.Flatten(),
             nn.Linear(5 * width, 10),
         )
+
+
+class Mnist1dGRU(Mnist1d):
+    """The paper's GRU: it reads the signal value by value in both directions; a linear layer sees all of its outputs.
+
+    Args:
+        hidden: units of each direction.
+        label_smoothing: see `Mnist1d`.
+    """
+
+    def __init__(self, hidden: int = 6, label_smoothing: float = 0.0):
+        super().__init__(label_smoothing)
+        self.hidden = hidden
+
+    def model(self) -> nn.Module:
+        return BidirectionalGRU(self.hidden)
+
+
+class BidirectionalGRU(nn.Module):
+    """Signals (B, T=40) to scores (B, C=10).
+
+    Args:
+        hidden: D, units of each direction.
+    """
+
+    def __init__(self, hidden: int):
+        super().__init__()
+        self.rnn = nn.GRU(1, hidden, batch_first=True, bidirectional=True)
+        self.linear = nn.Linear(40 * 2 * hidden, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs, _ = self.rnn(x[:, :, None])  # (B, T, 2 D)
+        scores: Tensor = self.linear(outputs.flatten(1))
+        return scores
 
 
 def _generate(**arguments: float) -> dict[str, np.ndarray]:
