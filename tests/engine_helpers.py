@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coalesce
 from coalesce.configuration import rides
@@ -110,10 +111,11 @@ def lanes_of(
 
 @dataclass
 class Alone:
-    """An experiment in a plain loop."""
+    """An experiment in a plain loop. ``averaged`` holds the moving average of the weights, where there is one."""
 
     task: Task
     model: nn.Module
+    averaged: AveragedModel | None = None
     losses: list[float] = field(default_factory=list)
 
 
@@ -127,22 +129,31 @@ def train_alone(experiment: Experiment, steps: int | None = None, after: Callabl
     alone = build_alone(experiment)
     task, model = alone.task, alone.model
     optimizer, scheduler = make_optimizer(model, experiment)
+    options, size = experiment.config["optimizer"], experiment.batch_size
+    count, decay = options["accumulate"], options["ema"]
+    if decay is not None:
+        alone.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     data, key = task.data(), key_of(experiment.seed)
     for step in range(experiment.steps if steps is None else steps):
-        position = step * experiment.batch_size + torch.arange(experiment.batch_size)
-        batch = data.batch("train", shuffled(key, position, data.sizes["train"]))
+        index = shuffled(key, step * size + torch.arange(size), data.sizes["train"])
         model.train()
         optimizer.zero_grad()
-        with stream_dropout(key, step):
-            loss = task.loss(model, batch)
-        loss = loss[0] if isinstance(loss, tuple) else loss
-        loss.backward()
-        clip = experiment.config["optimizer"]["clip_norm"]
-        if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        losses = []
+        for number, piece in enumerate(index.chunk(count)):
+            with stream_dropout(key, step * count + number):
+                loss = task.loss(model, data.batch("train", piece))
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            (loss / count).backward()
+            losses.append(loss.item())
+        if options["clip_value"] is not None:
+            torch.nn.utils.clip_grad_value_(model.parameters(), options["clip_value"])
+        if options["clip_norm"] is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), options["clip_norm"])
         optimizer.step()
         scheduler.step()
-        alone.losses.append(loss.item())
+        if alone.averaged is not None:
+            alone.averaged.update_parameters(model)
+        alone.losses.append(sum(losses) / count)
         if after is not None:
             after(step, task, model)
     return alone

@@ -83,6 +83,8 @@ class Resolver:
             resolved[key], later, found = self._sections[remembered]
             introduced |= later
             problems += found
+        if not problems:
+            problems += _check_micro_batches(resolved)
         problems += [
             Problem(key, value, "unknown key", ", ".join(KEYS), nearest(str(key), KEYS))
             for key, value in config.items()
@@ -208,6 +210,16 @@ def resolve_rule(section: str, config: Any, rules: Mapping[str, type[Rule]]) -> 
     problems = mine + [p for p in theirs if p.key not in said]
     introduced = {f"{section}.{option}": value for option, value in rule.introduced.items()}
     return resolved, introduced, problems
+
+
+def _check_micro_batches(config: Mapping[str, Any]) -> list[Problem]:
+    """A batch that is processed in micro-batches must fall into equal ones."""
+    size, count = config["batch_size"], config["optimizer"]["accumulate"]
+    if size % count == 0:
+        return []
+    near = [n for n in range(1, min(size, 4096) + 1) if size % n == 0]
+    valid = ", ".join(str(n) for n in sorted(near, key=lambda n: abs(n - count))[:4])
+    return [Problem("optimizer.accumulate", count, f"must divide batch_size={size} into equal micro-batches", valid)]
 
 
 def _bounded(key: str, given: Any) -> tuple[Any, list[Problem]]:

@@ -18,6 +18,7 @@ from coalesce.engine.step import build_step, part
 from coalesce.engine.template import Template
 from coalesce.engine.trace import trace
 from coalesce.experiment import Experiment
+from coalesce.optim.options import AVERAGE
 from coalesce.random import key_of
 
 
@@ -139,11 +140,17 @@ class Lanes:
                 total += torch.stack([f.to(torch.float64) for f in found]) * (stop - start)
         return dict(zip(names, (total / self.data.sizes[split]).tolist(), strict=True))
 
-    def state_dict(self, lane: int) -> dict[str, Tensor]:
+    def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
         """A lane's weights and buffers as a plain model's `state_dict`, on the CPU. The template's model is not
-        touched by training."""
+        touched by training.
+
+        Args:
+            lane: which.
+            raw: the weights as they are trained, where ``optimizer.ema`` keeps an average of them.
+        """
         model = self.template.model
         state = part(self.state, "trained") | part(self.state, "fixed") | part(self.state, "buffer")
+        state |= {} if raw else part(self.state, f"slot/{AVERAGE}")
         tied = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
         everything = [
             *model.named_parameters(remove_duplicate=False),
@@ -194,7 +201,8 @@ class Lanes:
         return chunks(self.data.sizes[split], self.evaluate_batch_size)
 
     def _evaluated_names(self) -> list[str]:
-        kinds = ("trained/", "fixed/", "buffer/", "riding/")
+        averaged = self.template.static_hyper["ema"] is not None
+        kinds = (f"slot/{AVERAGE}/" if averaged else "trained/", "fixed/", "buffer/", "riding/")
         return [*(n for n in self.state if n.startswith(kinds)), "lane/key", "lane/step"]
 
     def _evaluated(self) -> list[Tensor]:
@@ -208,7 +216,7 @@ class Lanes:
         def evaluate(*inputs: Tensor) -> list[Tensor]:
             state = dict(zip(names, inputs, strict=False))
             batch = template.data.unflatten(inputs[len(names) :])
-            weights = part(state, "trained") | part(state, "fixed")
+            weights = part(state, "trained") | part(state, f"slot/{AVERAGE}") | part(state, "fixed")
             riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
 
             def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ and neither tracing nor vmap.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from coalesce.engine.rehearsal import check_scalars, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template, build
 from coalesce.experiment import Experiment
-from coalesce.optim.groups import hyper_of
+from coalesce.optim.options import AVERAGE, apply
 from coalesce.random import key_of, shuffled
 
 
@@ -80,36 +81,58 @@ class Plain:
         self.model.eval()
         for start, stop in chunks(size, self.evaluate_batch_size):
             batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
-            with torch.no_grad(), Rules(self.key, self._count(self.step), {}):
+            with torch.no_grad(), self._averaged(), Rules(self.key, self._count(self.step), {}):
                 found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
             for name in total:
                 total[name] += float(found[name].detach()) * (stop - start)
         return {name: [value / size] for name, value in total.items()}
 
-    def state_dict(self, lane: int) -> dict[str, Tensor]:
-        """The model's, on the CPU."""
-        return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
+    def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
+        """The model's, on the CPU; ``raw`` as in `Lanes.state_dict`."""
+        with nullcontext() if raw else self._averaged():
+            return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """The model with the moving average of its weights, where there is one."""
+        named = dict(self.model.named_parameters())
+        averages = {n: state[AVERAGE] for n, state in self.slots.items() if AVERAGE in state}
+        raw = {n: named[n].data for n in averages}
+        try:
+            for name, average in averages.items():
+                named[name].data = average
+            yield
+        finally:
+            for name, weight in raw.items():
+                named[name].data = weight
 
     def _count(self, value: int) -> Tensor:
         return torch.tensor(value, dtype=torch.int64, device=self.device)
 
     def _advance(self) -> None:
         template, config = self.template, self.experiment.config
-        position = self.step * self.experiment.batch_size + torch.arange(self.experiment.batch_size, device=self.device)
-        batch = self.data.batch("train", shuffled(self.key, position, self.data.sizes["train"]))
+        size, count = self.experiment.batch_size, template.accumulate
+        position = self.step * size + torch.arange(size, device=self.device)
+        index = shuffled(self.key, position, self.data.sizes["train"])
         self.model.train()
         self.model.zero_grad()
         before = {n: b.clone() for n, b in self.model.named_buffers()}
-        with Rules(self.key, self._count(self.step), {}):
-            loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
-        if not torch.isfinite(loss):
-            return self._break(before)
-        # before the update: what the task returned may be a parameter itself
-        metrics = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
-        loss.backward()
+        metrics: dict[str, float] = {}
+        for number, piece in enumerate(index.split(size // count)):
+            batch = self.data.batch("train", piece)
+            with Rules(self.key, self._count(self.step * count + number), {}):
+                loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
+            if not torch.isfinite(loss):
+                return self._break(before)
+            # before the update: what the task returned may be a parameter itself
+            found = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
+            metrics = {n: metrics.get(n, 0.0) + v / count for n, v in found.items()}
+            (loss / count).backward()
         named = dict(self.model.named_parameters())
         trained = [named[n] for n in self.template.trained]
         if self.optimizer.get("clip_norm") is not None:
+            if self.optimizer.get("clip_value") is not None:
+                torch.nn.utils.clip_grad_value_(trained, float(self.optimizer["clip_value"]))
             torch.nn.utils.clip_grad_norm_(trained, float(self.optimizer["clip_norm"]))
         riding = dict(self.optimizer)
         hyper = hyperparameters(template.schedule, config["schedule"], self.schedule)
@@ -123,8 +146,8 @@ class Plain:
                 if grad is None:
                     # this step's loss had no use for it; torch.optim skips it too
                     continue
-                mine, old = hyper_of(template.optimizer, hyper, template.names[name]), self.slots[name]
-                new, slots = template.optimizer.update(param, grad, old, mine, self._count(self.step + 1))
+                old, names, after = self.slots[name], template.names[name], self._count(self.step + 1)
+                new, slots = apply(template.optimizer, param, grad, old, hyper, names, after)
                 # as in a lane: an entry that would break keeps its last value
                 kept = torch.isfinite(new)
                 whole = kept.all()

@@ -65,7 +65,8 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
     """
     name = type(task).__name__
     key, zero = key_of(experiment.seed), torch.zeros((), dtype=torch.int64)
-    index = shuffled(key, torch.arange(min(experiment.batch_size, data.sizes["train"])), data.sizes["train"])
+    size = min(experiment.batch_size // experiment.config["optimizer"]["accumulate"], data.sizes["train"])
+    index = shuffled(key, torch.arange(size), data.sizes["train"])
     batch = data.batch("train", index)
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     saved: dict[int, int] = {}

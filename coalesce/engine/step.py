@@ -16,7 +16,8 @@ from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss
 from coalesce.engine.template import Template
 from coalesce.engine.trace import inline, is_view, trace
-from coalesce.optim.groups import group_of, hyper_of
+from coalesce.optim.groups import group_of
+from coalesce.optim.options import apply, clip_value
 from coalesce.random import shuffled
 
 #: Name → tensor (K, …); the name's first part says what it is: trained, fixed, buffer, slot, riding, optimizer,
@@ -101,7 +102,6 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
     batch_size = experiment.batch_size
     position = step[:, None] * batch_size + torch.arange(batch_size, device=step.device)
     index = vmap(lambda k, p: shuffled(k, p, data[0].shape[0]))(key, position)
-    batch = template.data.unflatten(gather(leaf, index) for leaf in data)
 
     paths = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
     fixed, buffers = part(state, "fixed"), part(state, "buffer")
@@ -110,12 +110,22 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
         return lane_loss(template, instance, {**trained, **fixed}, buffers, riding, key, step, batch)
 
     both = vmap(grad_and_value(loss, has_aux=True))
-    gradients, (value, (metrics, after)) = both(part(state, "trained"), fixed, buffers, paths, key, step, batch)
+    count, after, found = template.accumulate, buffers, []
+    for number, piece in enumerate(index.split(batch_size // count, dim=1)):
+        batch = template.data.unflatten(gather(leaf, piece) for leaf in data)
+        # draws are numbered by micro-batches, or all micro-batches of a step would have the same masks
+        gradients, (value, (metrics, after)) = both(
+            part(state, "trained"), fixed, after, paths, key, step * count + number if count > 1 else step, batch
+        )
+        found.append((gradients, {"": value}, metrics))
+    gradients, values, metrics = (_mean([one[i] for one in found]) for i in range(3))
 
     active = state["lane/alive"] & (step < steps)
-    good = active & torch.isfinite(value)
+    good = active & torch.isfinite(values[""])
     clip = optimizer.get("clip_norm")
     if clip is not None:
+        if "clip_value" in optimizer:
+            gradients = {n: clip_value(g, _lanes(optimizer["clip_value"], g)) for n, g in gradients.items()}
         gradients = _clip(gradients, clip)
 
     return [
@@ -134,10 +144,17 @@ def _lanes(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *[1] * (like.dim() - 1))
 
 
+def _mean(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The mean over micro-batches; of one it is that itself, whatever its type. Gradients coexist from here on."""
+    if len(found) == 1:
+        return dict(found[0])
+    return {n: sum((one[n] for one in found[1:]), start=first) / len(found) for n, first in found[0].items()}
+
+
 def _clip(gradients: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
     """Scale each lane's gradients so that their global norm is at most its ``clip``, as `clip_grad_norm_` does.
 
-    This is the one place where all gradients are alive at once.
+    Here all gradients are alive at once.
     """
     squares = [g.square().flatten(1).sum(1) if g.dim() > 1 else g.square() for g in gradients.values()]
     norm = torch.stack(squares).sum(0).sqrt()
@@ -197,8 +214,7 @@ def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence
 
     def one(param: Tensor, grad: Tensor, state: Any, riding: Any, step: Tensor) -> Any:
         values = hyperparameters(template.optimizer, template.static_hyper, riding)
-        values = hyper_of(template.optimizer, values, template.names[name])
-        return template.optimizer.update(param, grad, state, values, step)
+        return apply(template.optimizer, param, grad, state, values, template.names[name], step)
 
     new, moments = vmap(one)(param, grad, state, riding, step)
     sound = torch.isfinite(new)

@@ -21,6 +21,7 @@ from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES, Optimizer, Schedule
 from coalesce.optim.groups import config_of, unmatched
+from coalesce.optim.options import AVERAGE
 from coalesce.task import Data, Task
 
 
@@ -80,7 +81,13 @@ class Template:
     def slots(self, name: str, param: Tensor, experiment: Experiment) -> dict[str, Tensor]:
         """A parameter's optimiser state at the start of an experiment: name → tensor."""
         config = config_of(self.optimizer, experiment.config["optimizer"], self.names[name])
-        return self.optimizer.init(param, config)
+        state = self.optimizer.init(param, config)
+        return state if config["ema"] is None else {**state, AVERAGE: param.clone()}
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches of a step."""
+        return int(self.static_hyper["accumulate"])
 
     def roots(self) -> dict[str, object]:
         return {"task": self.task, "model": self.model}

@@ -186,6 +186,14 @@ class Optimizer(Rule):
         decays: names of those that are 0 for a parameter of `no_decay`.
     """
 
+    #: The options that came after the first version (see `common.OPTIONS`).
+    introduced: ClassVar[dict[str, Any]] = {
+        "clip_value": None,
+        "no_decay": [],
+        "lr_factors": {},
+        "ema": None,
+        "accumulate": 1,
+    }
     rates: ClassVar[tuple[str, ...]] = ("lr",)
     decays: ClassVar[tuple[str, ...]] = ("weight_decay",)
 

@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coalesce.optim.base import Hyper, State
-
-CLIP_NORM = Hyper(None, low=0.0, open_low=True, optional=True, text="clip each lane's global gradient norm to this")
+from coalesce.optim.base import Count, Factors, Hyper, Patterns, State
 
 #: What every optimiser takes beside its own hyperparameters. The engine carries these out, not the rules.
-OPTIONS: dict[str, Hyper] = {"clip_norm": CLIP_NORM}
+OPTIONS: dict[str, Hyper] = {
+    "clip_norm": Hyper(None, low=0.0, open_low=True, optional=True, text="clip a lane's global gradient norm to this"),
+    "clip_value": Hyper(None, low=0.0, open_low=True, optional=True, text="clip each entry of a gradient to this size"),
+    "no_decay": Patterns((), text="names of parameters without weight decay"),
+    "lr_factors": Factors({}, low=0.0, text="factors on the learning rates of parameters, by name"),
+    "ema": Hyper(
+        None, low=0.0, high=1.0, open_high=True, optional=True, text="share of the weights' moving average that is kept"
+    ),
+    "accumulate": Count(1, low=1, text="micro-batches that a batch is processed in"),
+}
 
 
 def learning_rate(default: float) -> Hyper:

@@ -89,7 +89,9 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
         for slot in template.slots(n, named[n].detach(), template.experiment).values()
     )
     rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
-    per_lane = 2 * trained + slots + rest + template.rehearsal.saved_bytes
+    # accumulated gradients stand beside those of a micro-batch
+    gradients = trained * (2 if template.accumulate > 1 else 1)
+    per_lane = trained + gradients + slots + rest + template.rehearsal.saved_bytes
     parameters = sum(p.numel() for p in named.values())
     width = _width(template.cohort, trainer)
     return PlannedCohort(template.cohort, width, parameters, per_lane, template.data.bytes, template)
