@@ -33,7 +33,7 @@ def print_fitting(
         note: a sentence below the table, if any.
     """
     decided = _decided(values, keys)
-    undecided = [key for key in keys if key not in decided]
+    undecided = telling(values, keys)
     for kept, broken in ((keys, False), (keys, True), (undecided, False), (undecided, True)):
         table = build(kept, broken)
         if _fits(table, console):
@@ -46,6 +46,17 @@ def print_fitting(
             _print_decided(group, [key for key in keys if decided.get(key) == group], values, console)
 
 
+def telling(values: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> list[str]:
+    """The swept keys that tell experiments apart: those that no swept group decides.
+
+    >>> telling([{"task": "mlp", "steps": 10, "seed": 0}, {"task": "cnn", "steps": 20, "seed": 0}],
+    ...         ["task", "steps", "seed"])
+    ['task', 'seed']
+    """
+    decided = _decided(values, keys)
+    return [key for key in keys if key not in decided]
+
+
 def header(key: str, broken: bool) -> Text:
     """A swept key as the head of its column."""
     return Text(key.replace(".", ".\n") if broken else key)
@@ -55,9 +66,9 @@ def _decided(values: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[s
     """Keys other than the seed that have one value for each option of a swept group, and that group."""
     found: dict[str, str] = {}
     for group in (key for key in keys if key in GROUPS):
-        options = {repr(row[group]) for row in values}
+        options = {repr(row.get(group)) for row in values}
         for key in (key for key in keys if key not in (*GROUPS, "seed") and key not in found):
-            if len({repr((row[group], row[key])) for row in values}) == len(options) > 1:
+            if len({repr((row.get(group), row.get(key))) for row in values}) == len(options):
                 found[key] = group
     return found
 
@@ -70,13 +81,13 @@ def _fits(table: Table, console: Console) -> bool:
 def _print_decided(group: str, keys: Sequence[str], values: Sequence[Mapping[str, Any]], console: Console) -> None:
     if not keys:
         return
-    rows = list({repr(row[group]): row for row in values}.values())
+    rows = list({repr(row.get(group)): row for row in values}.values())
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(Text(f"decided by {group}"), no_wrap=True)
     for row in rows:
-        table.add_column(Text(text.value(row[group])), justify="right")
+        table.add_column(Text(text.value(row.get(group))), justify="right")
     for key in keys:
-        table.add_row(Text(key), *(Text(cell) for cell in text.distinct(row[key] for row in rows)))
+        table.add_row(Text(key), *(Text(cell) for cell in text.distinct(row.get(key) for row in rows)))
     if _fits(table, console):
         console.print(table)
     else:

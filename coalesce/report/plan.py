@@ -80,6 +80,6 @@ def _print_experiments(plan: Plan, console: Console) -> None:
             table.add_row(experiment.id, str(cohort_of[experiment.id]), *cells)
         return table
 
-    rows = [{key: experiment.values.get(key) for key in plan.keys} for experiment in plan.experiments]
+    rows = [experiment.values for experiment in plan.experiments]
     rest = len(plan.experiments) - LISTED
     print_fitting(build, rows, plan.keys, console, f"{text.ellipsis(console)} and {rest:,} more" if rest > 0 else "")

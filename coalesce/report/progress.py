@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from coalesce.experiment import Experiment
 from coalesce.report import text
+from coalesce.report.fitting import telling
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
 
@@ -38,6 +39,7 @@ class ProgressView(Listener):
         self.console = console
         self.clock = clock
         self._plan: Plan | None = None
+        self._keys: list[str] = []
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._compiling: tuple[str, float] | None = None
@@ -50,6 +52,7 @@ class ProgressView(Listener):
 
     def started(self, plan: Plan) -> None:
         self._plan = plan
+        self._keys = telling([experiment.values for experiment in plan.experiments], plan.keys)
         self._verb = "compiling" if plan.trainer.compile else "tracing"
         self._began = self.clock()
         self._printed = (self._began, 0.0)
@@ -86,7 +89,7 @@ class ProgressView(Listener):
             interval = max(10.0, (now - self._began) / 50)
             if done - self._printed[1] >= 0.1 or done == 1.0 or now - self._printed[0] >= interval:
                 self._printed = (now, done)
-                self._say(_line(progress, self._speed(), self._statuses))
+                self._say(_line(progress, self._speed(), self._statuses, self._keys))
 
     def closed(self, error: BaseException | None) -> None:
         if self._live is not None:
@@ -137,7 +140,7 @@ class ProgressView(Listener):
             if compiling is None:
                 facts = " · ".join(_facts(progress, self._speed(), self._statuses))
                 lines.append(Text(facts, overflow="fold"))
-            lines.append(Text(_best(progress), no_wrap=True, overflow="ellipsis"))
+            lines.append(Text(_best(progress, self._keys), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 
 
@@ -155,11 +158,12 @@ def _facts(progress: Progress, speed: float, statuses: Counter[str]) -> list[str
     return facts + [f"{statuses[status]:,} {status}" for status in ("diverged", "failed") if statuses[status]]
 
 
-def _best(progress: Progress) -> str:
+def _best(progress: Progress, keys: Sequence[str]) -> str:
     if progress.best is None:
         return f"best {progress.monitor}: none yet"
     value, experiment = progress.best
-    swept = text.values(experiment.values)
+    # what the task decides, such as its number of steps, would only make the line longer
+    swept = text.values({key: experiment.values.get(key) for key in keys})
     return f"best {progress.monitor} {text.metric(value)}" + (f" ({swept})" if swept else "")
 
 
@@ -168,10 +172,10 @@ def _left(progress: Progress, speed: float) -> str:
     return f"{text.duration(left / speed)} left" if speed > 0 and left > 0 else ""
 
 
-def _line(progress: Progress, speed: float, statuses: Counter[str]) -> str:
+def _line(progress: Progress, speed: float, statuses: Counter[str], keys: Sequence[str]) -> str:
     done = progress.steps / max(progress.total_steps, 1)
     cohort = f"cohort {progress.cohort + 1} of {progress.cohorts}"
-    facts = [cohort, *_facts(progress, speed, statuses), _left(progress, speed), _best(progress)]
+    facts = [cohort, *_facts(progress, speed, statuses), _left(progress, speed), _best(progress, keys)]
     return f"{done:4.0%}: " + ", ".join(fact for fact in facts if fact)
 
 
