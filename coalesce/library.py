@@ -69,6 +69,6 @@ def sweep(
         settings = check_trainer(trainer)
     except ConfigError as error:
         problems = error.problems
-    experiments, keys = make_experiments(base, params, zip, problems=problems)
+    experiments, keys = make_experiments(base, params, zip, problems=problems, trainer=settings)
     plan = make_plan("sweep", keys, experiments, rides, settings)
     return results_frame(run(plan), keys, [experiment.id for experiment in experiments])

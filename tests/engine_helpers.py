@@ -28,6 +28,7 @@ from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.random import key_of, shuffled, uniform
 from coalesce.task import Task
 from optim_rows import BY_RULE
+from schedule_oracles import make_scheduler
 
 Config = Mapping[str, Any]
 
@@ -173,18 +174,7 @@ def make_optimizer(model: nn.Module, experiment: Experiment) -> tuple[torch.opti
     """The `torch.optim` class that the configuration names, with parameter groups, and its learning rate scheduler."""
     config = experiment.config["optimizer"]
     optimizer = BY_RULE[config["name"]].build(dict(model.named_parameters()), config)
-    schedule, steps = experiment.config["schedule"], experiment.steps
-    warmup = schedule["warmup"]
-    scheduler: Any
-    if schedule["name"] == "cosine":
-        least = schedule["final"] * config["lr"]
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps - warmup, eta_min=least)
-    else:
-        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    if warmup:
-        rise = torch.optim.lr_scheduler.LinearLR(optimizer, schedule["warmup_start"], total_iters=warmup)
-        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, scheduler], milestones=[warmup])
-    return optimizer, scheduler
+    return optimizer, make_scheduler(optimizer, experiment.config["schedule"], experiment.steps)
 
 
 @contextmanager

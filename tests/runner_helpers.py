@@ -204,11 +204,12 @@ def planned(
         "batch_size": batch_size,
         "seed": seed,
     }
-    experiments, keys = make_experiments(base, params)
+    settings = {"compile": False, "monitor": "val/loss", "mode": "min", "every": 5, "evaluate_every": 10, **trainer}
+    checked = check_trainer(settings)
+    experiments, keys = make_experiments(base, params, trainer=checked)
     if order is not None:
         experiments = [experiments[index] for index in order]
-    settings = {"compile": False, "monitor": "val/loss", "mode": "min", "every": 5, "evaluate_every": 10, **trainer}
-    return make_plan("made_up", keys, experiments, rides, check_trainer(settings))
+    return make_plan("made_up", keys, experiments, rides, checked)
 
 
 def ran(task: type[coalesce.Task], params: Mapping[str, Any] | None = None, **options: Any) -> Ran:

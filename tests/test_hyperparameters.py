@@ -97,7 +97,7 @@ def test_takes_what_is_valid(kind: str, given: Any, expected: Any) -> None:
         ("pair", [0.9, 1.0], "x.1", "out of range"),
         ("pair", [False, 0.9], "x.0", "must be a number"),
         ("length", -1, "x", "out of range"),
-        ("length", 1.5, "x", "must be a whole number of steps"),
+        ("length", 1.5, "x", "must be a whole number"),
         ("length", math.nan, "x", "must be finite"),
         ("length", False, "x", "must be a number"),
         ("length", 2**63, "x", "must fit into 64 bits"),

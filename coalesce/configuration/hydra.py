@@ -106,6 +106,7 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         read=read_sweep(group_options, sweep["limit"]),
         source=sources,
         problems=problems,
+        trainer=trainer,
     )
     _warn_without_effect(given, keys)
     text = OmegaConf.to_yaml(OmegaConf.create(whole))

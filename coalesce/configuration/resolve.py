@@ -13,6 +13,7 @@ from coalesce.errors import Problem, nearest
 from coalesce.experiment import KEYS, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.optim.base import Rule
+from coalesce.runner.plan import Trainer
 from coalesce.task import Task
 
 #: Which rules a section names.
@@ -31,10 +32,12 @@ class Resolver:
     Args:
         base: the configuration that the experiments vary. A task argument that has neither annotation nor default
             holds what it holds here.
+        trainer: whose settings stand in for what follows them, see `Hyper.follows`.
     """
 
-    def __init__(self, base: Mapping[str, Any]):
+    def __init__(self, base: Mapping[str, Any], trainer: Trainer):
         self._base = base
+        self._trainer = trainer
         self._sections: dict[tuple[str, str], Section] = {}
         self._tasks: dict[Any, tuple[TaskClass | None, list[Problem]]] = {}
 
@@ -90,6 +93,8 @@ class Resolver:
             for key, value in config.items()
             if key not in KEYS
         ]
+        if not any(problem.key.split(".")[0] in RULES for problem in problems):
+            problems += _beside(resolved)
         return resolved, introduced, problems
 
     def _section(self, key: str, value: Any) -> Section:
@@ -97,7 +102,7 @@ class Resolver:
             value, problems = _bounded(key, value)
             return value, {}, problems
         if key in RULES:
-            return resolve_rule(key, value, RULES[key])
+            return resolve_rule(key, value, RULES[key], self._trainer)
         return self._task(value)
 
     def _task(self, config: Any) -> Section:
@@ -180,12 +185,21 @@ def _same(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def resolve_rule(section: str, config: Any, rules: Mapping[str, type[Rule]]) -> Section:
+def _beside(resolved: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong between a schedule and an optimiser that are right by themselves."""
+    if "optimizer" not in resolved or "schedule" not in resolved:
+        return []
+    optimizer, schedule = OPTIMIZERS[resolved["optimizer"]["name"]], resolved["schedule"]
+    return SCHEDULES[schedule["name"]].check_beside(schedule, optimizer, "schedule")
+
+
+def resolve_rule(section: str, config: Any, rules: Mapping[str, type[Rule]], trainer: Trainer) -> Section:
     """Fill in and check an optimiser or a schedule.
 
     Args:
         section: "optimizer" or "schedule".
         config: its name, or a mapping of ``name`` and hyperparameters.
+        trainer: see `Resolver`.
     """
     config = {"name": config} if isinstance(config, str) else config
     key, valid = f"{section}.name", ", ".join(rules)
@@ -204,6 +218,9 @@ def resolve_rule(section: str, config: Any, rules: Mapping[str, type[Rule]]) -> 
             mine += [replace(p, valid=valid) for p in found]
         else:
             coerced[option] = value
+    for option, hyper in rule.hyper.items():
+        if hyper.follows and coerced.get(option) is None:
+            coerced[option] = getattr(trainer, hyper.follows)
     resolved, theirs = rule.check(coerced, section)
     # what is no number here is none there either, and is to be said once: in the words that tell the way out
     said = {problem.key for problem in mine}

@@ -20,6 +20,7 @@ from coalesce.configuration.params import Read, flatten, known_keys, unique, zip
 from coalesce.configuration.resolve import Resolver
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import GROUPS, Experiment, leaves
+from coalesce.runner.plan import Trainer
 from coalesce.search.grid import Grid
 
 #: How many members of a sweep that is refused anyway are looked at, to find what else is wrong.
@@ -41,6 +42,7 @@ def make_experiments(
     read: Read | None = None,
     source: Callable[[str], str] | None = None,
     problems: Iterable[Problem] = (),
+    trainer: Trainer | None = None,
 ) -> tuple[list[Experiment], tuple[str, ...]]:
     """Expand a sweep.
 
@@ -61,6 +63,7 @@ def make_experiments(
         source: key → where its value stands ("command line", a file); a swept key is asked for as
             ``sweep.params.<key>``.
         problems: what was found wrong before; reported together with what is found here.
+        trainer: how the experiments will be run; its settings stand in for what follows them, see `Hyper.follows`.
 
     Returns:
         The experiments in the sweep's order, each once; and the swept keys, dotted.
@@ -75,7 +78,8 @@ def make_experiments(
     written = list(unique(params or {})[0])
     given, wrong = flatten(params or {}, read)
     found += wrong
-    resolved, _, _ = Resolver(base).resolve(base)
+    trainer = trainer or Trainer()
+    resolved, _, _ = Resolver(base, trainer).resolve(base)
     values, wrong = known_keys(given, [key for key, _ in leaves(resolved)])
     found += wrong
     # a key that is reported above is not reported again where a zip group names it
@@ -88,7 +92,7 @@ def make_experiments(
         counts = " x ".join(str(length) for length in grid.lengths)
         rule = f"the sweep has {grid.count} experiments ({counts})"
         found.append(Problem("sweep.limit", limit, rule, "fewer values, or a higher sweep.limit"))
-    members = _Members(base, compose or rule_defaults(base))
+    members = _Members(base, compose or rule_defaults(base), trainer)
     # what is refused is looked at all the same, to report everything at once; each member looked at is a real one
     chosen = (m for m in grid.diagonal(LOOKED_AT) if not bad & options_of(m)) if found else iter(grid)
     experiments = [experiment for member in chosen if (experiment := members.make(member)) is not None]
@@ -101,9 +105,10 @@ def make_experiments(
 class _Members:
     """Makes experiments out of members of the grid, and collects what is wrong with them."""
 
-    def __init__(self, base: Mapping[str, Any], compose: Compose):
+    def __init__(self, base: Mapping[str, Any], compose: Compose, trainer: Trainer):
         self.problems: list[Problem] = []
         self.lacking = Lacking()
+        self._trainer = trainer
         self._compose = compose
         self._bases: dict[str, tuple[Mapping[str, Any], Resolver] | None] = {}
         self._base = base
@@ -139,7 +144,7 @@ class _Members:
         if name not in self._bases:
             try:
                 base = self._compose(chosen) if chosen else self._base
-                self._bases[name] = base, Resolver(base)
+                self._bases[name] = base, Resolver(base, self._trainer)
             except ConfigError as error:
                 self.problems += error.problems
                 self._bases[name] = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Union, get_args, get_origin
 
 from coalesce.errors import Problem, nearest
-from coalesce.optim.base import Count, Factors, Hyper, Patterns
+from coalesce.optim.base import Count, Factors, Hyper, Lengths, Patterns, Word
 
 #: What a text must look like to be read as a number: YAML 1.2's decimal numbers.
 NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -107,6 +107,10 @@ def kind_of_hyper(hyper: Hyper) -> Kind:
         return Kind("list", item=Kind("text"))
     if isinstance(hyper, Factors):
         return Kind("mapping", item=Kind("float"))
+    if isinstance(hyper, Lengths):
+        return Kind("list", item=Kind("int"))
+    if isinstance(hyper, Word):
+        return Kind("choice" if hyper.choices else "text", hyper.optional, choices=hyper.choices)
     if isinstance(hyper.default, tuple):
         return Kind("list", hyper.optional, items=(Kind("float"),) * len(hyper.default))
     if hyper.length or isinstance(hyper, Count):

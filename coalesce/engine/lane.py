@@ -14,7 +14,7 @@ from coalesce.engine.objects import Path, spell
 from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template
-from coalesce.optim.base import Count, Factors, Patterns, Rule
+from coalesce.optim.base import Count, Factors, Patterns, Rule, State, Word
 
 
 def lane_loss(
@@ -92,10 +92,10 @@ def hyperparameters(rule: type[Rule], static: Mapping[str, Any], riding: Mapping
     """
     values = {}
     for name, spec in rule.hyper.items():
-        if isinstance(spec, Count | Patterns):
+        if isinstance(spec, Count | Patterns | Word):
             values[name] = static[name]
         elif isinstance(spec.default, tuple):
-            values[name] = tuple(riding[f"{name}.{i}"] for i in range(len(spec.default)))
+            values[name] = tuple(riding[f"{name}.{i}"] for i in range(len(static[name])))
         elif isinstance(spec, Factors):
             values[name] = {pattern: riding[f"{name}.{pattern}"] for pattern in static[name]}
         else:
@@ -107,17 +107,53 @@ def riding_hyperparameters(rule: type[Rule], config: Mapping[str, Any]) -> dict[
     """The tensors that ride for one experiment: floats as 0-d float64, lengths as 0-d int64.
 
     Returns:
-        name, or ``name.index`` for an item of a tuple, ``name.pattern`` for one of a mapping, → 0-d tensor. Booleans,
-        None, counts and patterns do not ride.
+        name, or ``name.index`` for an item of a list, ``name.pattern`` for one of a mapping, → 0-d tensor. Booleans,
+        None, words, counts and patterns do not ride.
     """
     found: dict[str, Tensor] = {}
     for name, spec in rule.hyper.items():
-        value = config[name]
-        if isinstance(spec, Count | Patterns):
+        value, dtype = config[name], torch.int64 if spec.length else torch.float64
+        if isinstance(spec, Count | Patterns | Word):
             continue
         if isinstance(spec.default, tuple | dict):
             items = sorted(value.items()) if isinstance(value, Mapping) else enumerate(value)
-            found |= {f"{name}.{i}": torch.tensor(v, dtype=torch.float64) for i, v in items}
+            found |= {f"{name}.{i}": torch.tensor(v, dtype=dtype) for i, v in items}
         elif value is not None and not isinstance(value, bool):
-            found[name] = torch.tensor(value, dtype=torch.int64 if spec.length else torch.float64)
+            found[name] = torch.tensor(value, dtype=dtype)
     return found
+
+
+def scheduled(
+    template: Template,
+    optimizer: Mapping[str, Tensor],
+    schedule: Mapping[str, Tensor],
+    verdict: State,
+    step: Tensor,
+    steps: Tensor,
+) -> dict[str, Tensor]:
+    """What the schedule makes of the optimiser's riding hyperparameters at one step of one lane.
+
+    Args:
+        optimizer, schedule: riding hyperparameters by name, as configured.
+        verdict: what the schedule made of the lane's evaluations, see `Schedule.observe`.
+        step, steps: 0-d int64; 0 at the first update.
+
+    Returns:
+        Those that the schedule moves: the rates, and the momentum where it does.
+    """
+    rule = template.schedule
+    hyper = hyperparameters(rule, template.experiment.config["schedule"], schedule)
+    factor = rule.factor(step, steps, hyper, verdict)
+    moved = {rate: optimizer[rate] * factor for rate in template.optimizer.rates}
+    momentum = rule.momentum(step, steps, hyper)
+    if momentum is not None:
+        moved |= dict.fromkeys(template.optimizer.momentum_keys(), momentum)
+    return moved
+
+
+def observed(
+    template: Template, verdict: State, value: Tensor, step: Tensor, lr: Tensor, schedule: Mapping[str, Tensor]
+) -> State:
+    """The schedule's verdict on one lane after an evaluation. Arguments as `Schedule.observe`'s."""
+    hyper = hyperparameters(template.schedule, template.experiment.config["schedule"], schedule)
+    return template.schedule.observe(verdict, value, step, lr, hyper)

@@ -13,7 +13,7 @@ from torch.func import vmap
 
 from coalesce import kernels
 from coalesce.engine.compiling import Runner, compile_graph, lift_constants
-from coalesce.engine.lane import lane_metrics, riding_hyperparameters
+from coalesce.engine.lane import lane_metrics, observed, riding_hyperparameters
 from coalesce.engine.step import build_step, part
 from coalesce.engine.template import Template
 from coalesce.engine.trace import trace
@@ -140,6 +140,25 @@ class Lanes:
                 total += torch.stack([f.to(torch.float64) for f in found]) * (stop - start)
         return dict(zip(names, (total / self.data.sizes[split]).tolist(), strict=True))
 
+    def observe(self, values: Mapping[int, float]) -> None:
+        """Let the schedule judge some lanes by the metric that it monitors. The others stay as they are.
+
+        Args:
+            values: lane → its metric, which may be NaN.
+        """
+        value = torch.full((self.width,), torch.nan, dtype=torch.float64)
+        for lane, one in values.items():
+            value[lane] = one
+        seen = torch.zeros(self.width, dtype=torch.bool)
+        seen[list(values)] = True
+        value, seen = value.to(self.device), seen.to(self.device)
+        before = part(self.state, "verdict")
+        judge = vmap(lambda *lane: observed(self.template, *lane))
+        clock, lr = self.state["lane/step"], self.state["optimizer/lr"]
+        after = judge(before, value, clock, lr, part(self.state, "schedule"))
+        for name, old in before.items():
+            old.copy_(torch.where(seen, after[name], old))
+
     def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
         """A lane's weights and buffers as a plain model's `state_dict`, on the CPU. The template's model is not
         touched by training.
@@ -181,6 +200,8 @@ class Lanes:
         for kind, rule in (("optimizer", template.optimizer), ("schedule", template.schedule)):
             found = riding_hyperparameters(rule, experiment.config[kind])
             state |= {f"{kind}/{n}": t for n, t in found.items()}
+        verdict = template.schedule.init(experiment.config["schedule"])
+        state |= {f"verdict/{n}": t for n, t in verdict.items()}
         state["lane/key"] = key_of(experiment.seed)
         state["lane/step"] = torch.tensor(0)
         state["lane/steps"] = torch.tensor(experiment.steps)

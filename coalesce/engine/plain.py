@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from coalesce.engine.lane import hyperparameters, riding_hyperparameters
+from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.lanes import Reading, chunks
 from coalesce.engine.rehearsal import check_scalars, split_loss
 from coalesce.engine.rules import Rules
@@ -55,6 +55,7 @@ class Plain:
         self.key = key_of(experiment.seed).to(self.device)
         self.optimizer = riding_hyperparameters(self.template.optimizer, config["optimizer"])
         self.schedule = riding_hyperparameters(self.template.schedule, config["schedule"])
+        self.verdict = self.template.schedule.init(config["schedule"])
         named = dict(self.model.named_parameters())
         self.slots = {n: self.template.slots(n, named[n].detach(), experiment) for n in self.template.trained}
         self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
@@ -86,6 +87,13 @@ class Plain:
             for name in total:
                 total[name] += float(found[name].detach()) * (stop - start)
         return {name: [value / size] for name, value in total.items()}
+
+    def observe(self, values: Mapping[int, float]) -> None:
+        """Let the schedule judge the experiment, as `Lanes.observe` does."""
+        if 0 in values:
+            value = torch.tensor(values[0], dtype=torch.float64)
+            lr, step = self.optimizer["lr"], self._count(self.step)
+            self.verdict = observed(self.template, self.verdict, value, step, lr, self.schedule)
 
     def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
         """The model's, on the CPU; ``raw`` as in `Lanes.state_dict`."""
@@ -135,9 +143,8 @@ class Plain:
                 torch.nn.utils.clip_grad_value_(trained, float(self.optimizer["clip_value"]))
             torch.nn.utils.clip_grad_norm_(trained, float(self.optimizer["clip_norm"]))
         riding = dict(self.optimizer)
-        hyper = hyperparameters(template.schedule, config["schedule"], self.schedule)
-        factor = template.schedule.factor(self._count(self.step), self._count(self.experiment.steps), hyper)
-        riding |= {rate: riding[rate] * factor for rate in template.optimizer.rates}
+        clock = self._count(self.step), self._count(self.experiment.steps)
+        riding |= scheduled(template, riding, self.schedule, self.verdict, *clock)
         hyper = hyperparameters(template.optimizer, config["optimizer"], riding)
         sound = True
         with torch.no_grad():

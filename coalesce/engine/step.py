@@ -13,7 +13,7 @@ from torch.func import grad_and_value, vmap
 from coalesce.data import gather
 from coalesce.engine.compiling import lift_constants
 from coalesce.engine.instance import Instance
-from coalesce.engine.lane import hyperparameters, lane_loss
+from coalesce.engine.lane import hyperparameters, lane_loss, scheduled
 from coalesce.engine.template import Template
 from coalesce.engine.trace import inline, is_view, trace
 from coalesce.optim.groups import group_of
@@ -21,7 +21,7 @@ from coalesce.optim.options import apply, clip_value
 from coalesce.random import shuffled
 
 #: Name → tensor (K, …); the name's first part says what it is: trained, fixed, buffer, slot, riding, optimizer,
-#: schedule, lane, train.
+#: schedule, verdict (what the schedule made of the lane's evaluations), lane, train.
 State = Mapping[str, Tensor]
 
 
@@ -90,14 +90,9 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
     state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
     experiment = template.experiment
     key, step, steps = (state[f"lane/{n}"] for n in ("key", "step", "steps"))
-    optimizer, schedule = part(state, "optimizer"), part(state, "schedule")
-
-    def factor(step: Tensor, steps: Tensor, riding: Any) -> Tensor:
-        hyper = hyperparameters(template.schedule, experiment.config["schedule"], riding)
-        return template.schedule.factor(step, steps, hyper)
-
-    scale = vmap(factor)(step, steps, schedule)
-    optimizer |= {rate: optimizer[rate] * scale for rate in template.optimizer.rates}
+    optimizer = part(state, "optimizer")
+    move = vmap(lambda *lane: scheduled(template, *lane))
+    optimizer |= move(optimizer, part(state, "schedule"), part(state, "verdict"), step, steps)
 
     batch_size = experiment.batch_size
     position = step[:, None] * batch_size + torch.arange(batch_size, device=step.device)

@@ -20,11 +20,14 @@ class Hyper:
     """One hyperparameter: what it may be.
 
     Args:
-        default: its default; its type is the hyperparameter's. A tuple of floats is a list of that length.
+        default: its default; its type is the hyperparameter's. A tuple is a list of that length.
         low, high: the bounds; ``open_low`` and ``open_high`` exclude the bound itself.
         optional: whether None (switched off) is a value.
-        length: it counts steps. It is an integer, and rides although integers do not (law 3).
+        length: how long something lasts, in steps or evaluations. It is an integer, and rides although integers do
+            not (law 3).
         text: what it does, one phrase, for messages.
+        follows: the trainer's setting that None stands for. Configuration puts that setting's value in its place, so
+            that the experiment's id shows what determines its result.
     """
 
     default: Any
@@ -35,6 +38,7 @@ class Hyper:
     optional: bool = False
     length: bool = False
     text: str = ""
+    follows: str = ""
 
     def valid(self) -> str:
         """The valid values, in words."""
@@ -81,7 +85,7 @@ class Hyper:
         if self.length:
             value = int(given)
             if value != given:
-                return wrong("must be a whole number of steps")
+                return wrong("must be a whole number")
             if not -(2**63) <= value < 2**63:
                 return wrong("must fit into 64 bits")
         below = value <= self.low if self.open_low else value < self.low
@@ -100,6 +104,40 @@ class Count(Hyper):
         if isinstance(value, bool) or not isinstance(value, int):
             return value, [Problem(key, value, "must be an integer", self.valid())]
         return value, [Problem(key, value, "out of range", self.valid())] if not self.low <= value <= self.high else []
+
+
+@dataclass(frozen=True)
+class Lengths(Hyper):
+    """A list of lengths, at least one; ``default`` is a tuple. They ride; another number of them is another graph."""
+
+    length: bool = True
+
+    def valid(self) -> str:
+        return f"a list of integers, each at least {self.low:g}"
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if not isinstance(value, list | tuple) or not value:
+            return value, [Problem(key, value, "must be a list of at least 1 number", self.valid())]
+        checked = [self._number(f"{key}.{i}", v) for i, v in enumerate(value)]
+        return [v for v, _ in checked], [p for _, found in checked for p in found]
+
+
+@dataclass(frozen=True)
+class Word(Hyper):
+    """One of the words of ``choices``, or any text where there are none. Another one is another graph."""
+
+    choices: tuple[str, ...] = ()
+
+    def valid(self) -> str:
+        return (", ".join(self.choices) or "text") + (", or null" if self.optional else "")
+
+    def check(self, key: str, value: Any) -> tuple[Any, list[Problem]]:
+        if (value is None and self.optional) or value in self.choices:
+            return value, []
+        if self.choices:
+            return value, [Problem(key, value, "not a valid choice", self.valid(), nearest(str(value), self.choices))]
+        right = isinstance(value, str) and value.strip()
+        return value, [] if right else [Problem(key, value, "must be text, not empty", self.valid())]
 
 
 @dataclass(frozen=True)
@@ -227,20 +265,75 @@ class Optimizer(Rule):
         """
         raise NotImplementedError
 
+    @classmethod
+    def momentum_keys(cls) -> tuple[str, ...]:
+        """The hyperparameters that a schedule moves where it moves the momentum, as torch's `OneCycleLR` picks them:
+        ``momentum``, and the first of the ``betas``."""
+        return tuple(key for key in ("momentum", "betas.0") if key.partition(".")[0] in cls.hyper)
+
 
 class Schedule(Rule):
-    """A factor on the learning rate: a pure function of the step and of constants that ride."""
+    """A factor on the learning rate: a pure function of the step, of constants that ride, and of what the schedule
+    made of the lane's evaluations.
+
+    Attributes:
+        judges: whether it looks at a metric. Then its hyperparameters have ``monitor``, the metric's name, and
+            ``every``, and the runner evaluates a lane and calls `observe` after each ``every`` of its steps.
+    """
+
+    judges: ClassVar[bool] = False
 
     @classmethod
-    def factor(cls, step: Tensor, steps: Tensor, hyper: SimpleNamespace) -> Tensor:
+    def check_beside(cls, config: Mapping[str, Any], optimizer: type[Optimizer], key: str) -> list[Problem]:
+        """What is wrong between a configuration that is right by itself and the optimiser that it stands beside."""
+        return []
+
+    @classmethod
+    def init(cls, hyper: Mapping[str, Any]) -> State:
+        """What a lane's schedule keeps between evaluations, as it stands before the first one.
+
+        Args:
+            hyper: the configuration's hyperparameters; only those that do not ride may be looked at.
+
+        Returns:
+            0-d tensors by name.
+        """
+        return {}
+
+    @classmethod
+    def factor(cls, step: Tensor, steps: Tensor, hyper: SimpleNamespace, state: State) -> Tensor:
         """The factor at one step.
 
         Args:
             step: 0-d int64, 0 at the first update.
             steps: 0-d int64, the experiment's number of steps.
-            hyper: floats as 0-d float64 tensors, lengths as 0-d int64 tensors.
+            hyper: floats as 0-d float64 tensors, lengths as 0-d int64 tensors, lists as tuples of such, the rest as
+                Python values.
+            state: as `init` and `observe` made it.
 
         Returns:
             0-d float64.
         """
         raise NotImplementedError
+
+    @classmethod
+    def momentum(cls, step: Tensor, steps: Tensor, hyper: SimpleNamespace) -> Tensor | None:
+        """What stands in place of the optimiser's momentum, see `Optimizer.momentum_keys`: 0-d float64, or None: its
+        own. Arguments as `factor`'s."""
+        return None
+
+    @classmethod
+    def observe(cls, state: State, value: Tensor, step: Tensor, lr: Tensor, hyper: SimpleNamespace) -> State:
+        """The state after an evaluation.
+
+        Args:
+            state: before it.
+            value: 0-d float64, the monitored metric; it may be NaN.
+            step: 0-d int64, updates done.
+            lr: 0-d float64, the optimiser's learning rate before any factor.
+            hyper: as `factor`'s.
+
+        Returns:
+            Of unchanged names and dtypes.
+        """
+        return state

@@ -55,7 +55,8 @@ def make_plan(
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        problems |= dict.fromkeys(_check_batch_size(template) + _check_metrics(template, trainer))
+        found = _check_batch_size(template) + _check_metrics(template, trainer) + _check_judged(template, trainer)
+        problems |= dict.fromkeys(found)
         # cohorts that differ in their model alone have one data set: keep it once
         template.data = next((t.data for t in templates if t.data.equals(template.data)), template.data)
         templates.append(template)
@@ -134,9 +135,25 @@ def _check_metrics(template: Template, trainer: Trainer) -> list[Problem]:
     names = metric_names(template)
     ended = names + [f"test/{n}" for n in template.rehearsal.metrics if "test" in template.data.sizes]
     given = [("trainer.monitor", trainer.monitor, names), *(("trainer.show", name, ended) for name in trainer.show)]
+    if template.schedule.judges:
+        given.append(("schedule.monitor", template.experiment.config["schedule"]["monitor"], names))
     rule = "no such metric"
     return [
         Problem(key, name, rule, ", ".join(known), nearest(name, known))
         for key, name, known in given
         if name not in known
     ]
+
+
+def _check_judged(template: Template, trainer: Trainer) -> list[Problem]:
+    """Whether a schedule that looks at a metric can have it when it wants it."""
+    if not template.schedule.judges:
+        return []
+    problems = []
+    for every in dict.fromkeys(e.config["schedule"]["every"] for e in template.cohort.experiments):
+        if every % trainer.every:
+            # lanes stop together, so a stop of one's own would shift its neighbours'
+            rule = f"must be a multiple of trainer.every, which is {trainer.every}"
+            valid = f"{trainer.every}, {2 * trainer.every}, {3 * trainer.every}, …; or a smaller trainer.every"
+            problems.append(Problem("schedule.every", every, rule, valid))
+    return problems

@@ -16,6 +16,7 @@ from coalesce.engine.plain import Plain
 from coalesce.engine.template import Template
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
+from coalesce.optim import SCHEDULES
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
 
@@ -156,15 +157,19 @@ class _CohortRun:
             if done:
                 self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
         ended = {lane for lane, slot in busy if not reading.alive[lane] or slot.steps >= slot.experiment.steps}
+        judged = [(lane, slot) for lane, slot in busy if lane not in ended and self._is_judged(slot)]
         due = [
             (lane, slot)
             for lane, slot in busy
-            if reading.alive[lane] and (lane in ended or slot.steps % self.trainer.evaluate_every == 0)
+            if reading.alive[lane]
+            and (lane in ended or slot.steps % self.trainer.evaluate_every == 0 or (lane, slot) in judged)
         ]
         if due and "val" in self.splits:
             found = self.lanes.evaluate("val")
             for lane, slot in due:
                 self._record(slot, {f"val/{n}": values[lane] for n, values in found.items()})
+        if judged:
+            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged})
         finished = [(lane, slot) for lane, slot in due if lane in ended]
         if finished and "test" in self.splits:
             found = self.lanes.evaluate("test")
@@ -173,6 +178,11 @@ class _CohortRun:
         for lane, slot in busy:
             if lane in ended:
                 self._take_out(lane, slot, reading.alive[lane])
+
+    def _is_judged(self, slot: Slot) -> bool:
+        """Whether the schedule looks at a metric of this experiment now, by its own steps."""
+        schedule = slot.experiment.config["schedule"]
+        return SCHEDULES[schedule["name"]].judges and slot.steps % schedule["every"] == 0
 
     def _take_out(self, lane: int, slot: Slot, alive: bool) -> None:
         message = ""
@@ -244,6 +254,10 @@ class _CohortRun:
         )
         for listener in self.listeners:
             listener.advanced(progress)
+
+
+def _monitored(slot: Slot) -> str:
+    return str(slot.experiment.config["schedule"]["monitor"])
 
 
 @contextmanager
