@@ -18,3 +18,9 @@ def deviation(observed: Tensor, expected: float, freedom: int, scale: float = 1.
     """
     statistic = scale * ((observed.double() - expected) ** 2 / expected).sum().item()
     return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def limit(freedom: int) -> float:
+    """What a chi-square statistic exceeds once in ten thousand times, by Wilson and Hilferty's cube (1931)."""
+    part = 2 / (9 * freedom)
+    return freedom * (1 - part + 3.719 * math.sqrt(part)) ** 3

@@ -38,4 +38,9 @@ rows(
         zero=("0.bias",),
         compiled=True,
     ),
+    Row(
+        "BatchNorm1d, cumulative",
+        lambda a: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=None), nn.Tanh(), nn.Linear(5, 2)),
+        zero=("0.bias",),
+    ),
 )

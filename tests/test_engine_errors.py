@@ -58,28 +58,23 @@ class Small(coalesce.Task):
         return {"loss": F.cross_entropy(model(x), y)}
 
 
-class Slope(Small):
+class Order(Small):
     def use(self, scores: Tensor) -> Tensor:
-        return F.leaky_relu(scores, self.a)  # mark: slope
+        return torch.cdist(scores, scores[:3], self.a)  # mark: order
 
 
-class SlopeOfLayer(Small):
+class Distances(nn.Module):
+    def __init__(self, order: float):
+        super().__init__()
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, x[:3], self.order)  # mark: order of layer
+
+
+class OrderOfLayer(Small):
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(self.a))
-
-    def loss(self, model: Any, batch: Any) -> Any:
-        x, y = batch
-        return F.cross_entropy(model(x), y)  # mark: slope of layer
-
-
-class EpsOfLayer(SlopeOfLayer):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3, eps=self.a))
-
-
-class MomentumOfLayer(SlopeOfLayer):
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, momentum=self.a / 2))
+        return nn.Sequential(nn.Linear(4, 3), Distances(self.a))
 
 
 class Branch(Small):
@@ -113,14 +108,12 @@ class NumpyFunction(Small):
 
 #: Task, mark of the line, patterns. `a` differs between two lanes.
 IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
-    (Slope, "slope", [r"leaky_relu\(\) takes only a Python number where task\.a stands", r'static = \("a",\)']),
+    (Order, "order", [r"cdist\(\) takes only a Python number where task\.a stands", r'static = \("a",\)']),
     (
-        SlopeOfLayer,
-        "slope of layer",
-        [r"where model\.1\.negative_slope stands", r"follows from task\.a\. .*static = \(\"a\",\)"],
+        OrderOfLayer,
+        "order of layer",
+        [r"where model\.1\.order stands", r"follows from task\.a\. .*static = \(\"a\",\)"],
     ),
-    (EpsOfLayer, "slope of layer", [r"layer_norm\(\) .* where model\.1\.eps stands", r'static = \("a",\)']),
-    (MomentumOfLayer, "slope of layer", [r"where model\.1\.momentum stands", r'static = \("a",\)']),
     (Branch, "branch", [r"__bool__\(\) asks for the value", r"Floats that ride here: task\.a", r"static = "]),
     (BranchOnData, "branch on data", [r"__bool__\(\) asks for the value", r"torch\.where"]),
     (Item, "item", [r"item\(\) asks for the value", "Return the value as a metric"]),

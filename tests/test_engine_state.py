@@ -114,12 +114,12 @@ class OwnGenerator(Small):
 
 class TorchDraw(Small):
     def extra(self, model: Any) -> Any:
-        return torch.rand(()) * self.a
+        return torch.poisson(torch.ones(())) * self.a
 
 
 class TorchDrawInMetrics(Small):
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"noise": torch.randn(3).mean()}
+        return {"noise": torch.poisson(torch.ones(3)).mean()}
 
 
 class ClampsWeights(Small):
@@ -153,9 +153,9 @@ REFUSED = [
     (OwnGenerator, "the loss is .* when it is called again"),
     (
         TorchDraw,
-        r"rand\(\) draws from torch's global generator.*\n.*\n    return torch.rand\(\(\)\) \* self.a",
+        r"poisson\(\) draws from torch's global generator.*\n.*\n    return torch.poisson\(.*\) \* self.a",
     ),
-    (TorchDrawInMetrics, r"randn\(\) draws from torch's global generator"),
+    (TorchDrawInMetrics, r"poisson\(\) draws from torch's global generator"),
     (ClampsWeights, r"loss\(\) writes into the parameter 0\.weight"),
     (ClampsData, r"loss\(\) writes into the parameter 0\.weight"),
     (WritesIntoEvaluationBatch, r"metrics\(\) writes into its batch, leaf 0"),

@@ -1,4 +1,4 @@
-"""Modules × laws: `module_table` says what a row is and what the laws are; the rows stand in `modules_*.py`."""
+"""Modules and laws: `module_table` says what a row is and what the laws are; the rows stand in `modules_*.py`."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Audit:
             found = self._outcome(host, variant, 0, lent)
         wrong = (
             _unlike(expected.values, found.values)
-            or _unlike(expected.gradients, found.gradients, "the gradient of ")
+            or _unlike(expected.gradients, found.gradients, "the gradient of ", floor=_largest(expected.gradients))
             or _unlike(expected.buffers, found.buffers, "the buffer ")
         )
         if wrong:
@@ -230,23 +230,40 @@ def _undrawn(name: str) -> Iterator[None]:
         if str(x) != str(y):
             raise TaskError(
                 f"{name} draws from the generator of the module {module} in a step, which a graph cannot: it would "
-                f"repeat the numbers of its trace for ever. Draw in the model's dropout layers, or outside the graph "
-                f"in data() or model()."
+                f"repeat the numbers of its trace for ever. Draw by torch.rand, torch.randn and their like, which take "
+                f"the lane's own stream, or outside the graph in data() or model()."
             )
 
 
-def _unlike(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], what: str = "", tolerance: float = 0.0) -> str:
-    """Which value differs, and by how much; empty if none does."""
+def _largest(values: Mapping[str, Tensor]) -> float:
+    """The size of the largest entry. A gradient that is zero in mathematics is noise of that size times the precision:
+    a bias in front of BatchNorm."""
+    return max((float(v.nan_to_num(0.0, 0.0, 0.0).abs().max()) for v in values.values() if v.numel()), default=0.0)
+
+
+def _unlike(
+    mine: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    what: str = "",
+    tolerance: float = 0.0,
+    floor: float = 0.0,
+) -> str:
+    """Which value differs, and by how much; empty if none does.
+
+    Args:
+        tolerance: relative to a tensor's largest entry; 0 for what rounding explains.
+        floor: least size that a tensor's rounding is measured by.
+    """
     for name in [*mine, *(n for n in theirs if n not in mine)]:
         a, b = mine.get(name), theirs.get(name)
         if a is None or b is None:
             return f"{what}{name} is there only in one of two cases"
-        if not _same(a, b, tolerance):
+        if not _same(a, b, tolerance, floor):
             return f"{what}{name} is {_show(b)} instead of {_show(a)}"
     return ""
 
 
-def _same(a: Tensor, b: Tensor, tolerance: float) -> bool:
+def _same(a: Tensor, b: Tensor, tolerance: float, floor: float) -> bool:
     if a.shape != b.shape:
         return False
     if torch.equal(a, b) or a.numel() == 0:
@@ -255,7 +272,7 @@ def _same(a: Tensor, b: Tensor, tolerance: float) -> bool:
         tolerance = _SAME * torch.finfo(a.dtype).eps
     a, b = a.detach().double(), b.detach().double()
     scale = torch.where(torch.isfinite(a), a, 0.0).abs().max()
-    return torch.allclose(a, b, rtol=0.0, atol=tolerance * float(scale), equal_nan=True)
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * max(float(scale), floor), equal_nan=True)
 
 
 def _show(value: Tensor) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from coalesce.engine.objects import Alias, Path, attributes, installed
+from coalesce.engine.objects import Alias, Path, attributes, installed, lookup
+from coalesce.engine.rules.normalisation import CumulativeMomentum
 from coalesce.task import Task
 
 
@@ -52,7 +53,8 @@ class Instance:
         # a buffer that an earlier call made, where there was None, belongs to that call
         names = {id(t): n for n, t in self.tensors().items() if n in tensors}
         places: list[tuple[Any, str, Tensor]] = []
-        aliases = {path: tensors[name] for path, name in self._aliases.items() if name in tensors}
+        aliases: dict[Path, Any] = {p: tensors[name] for p, name in self._aliases.items() if name in tensors}
+        aliases |= self._cumulative
         for module in self.model.modules():
             for kept in (module._parameters, module._buffers):
                 places += [(kept, key, t) for key, t in kept.items() if t is not None and id(t) in names]
@@ -66,6 +68,17 @@ class Instance:
         finally:
             for kept, key, tensor in places:
                 kept[key] = tensor
+
+    @cached_property
+    def _cumulative(self) -> dict[Path, CumulativeMomentum]:
+        """What stands in the place of each BatchNorm's ``momentum=None``."""
+        found = {}
+        for path, value in attributes(self.roots):
+            if value is None and path[-1] == ("attribute", "momentum"):
+                module = lookup(self.roots, path[:-1])
+                if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+                    found[path] = CumulativeMomentum(module)
+        return found
 
     @cached_property
     def _aliases(self) -> dict[Path, str]:

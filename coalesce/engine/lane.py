@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,8 +80,22 @@ def _run(
 ) -> Any:
     named = {spell(path): value for path, value in riding.items()}
     origins = {spell(path): origin for path, origin in template.origins.items()}
-    with instance.holding(tensors, riding), Rules(key, step, named, origins=origins), own_code(what):
+    rules = Rules(key, step, named, origins=origins)
+    with instance.holding(tensors, riding), _unchecked_distributions(), rules, own_code(what):
         return method(instance.model, batch)
+
+
+@contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """`torch.distributions` compare their arguments' values with what is allowed, which a trace cannot; the plain step
+    before it has done so."""
+    kind = torch.distributions.Distribution
+    before = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(before)
 
 
 def hyperparameters(rule: type[Rule], static: Mapping[str, Any], riding: Mapping[str, Any]) -> SimpleNamespace:

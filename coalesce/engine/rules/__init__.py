@@ -1,6 +1,32 @@
 """What replaces some of torch's functions inside a lane: draws keyed by the lane, and floats that ride."""
 
-from coalesce.engine.rules import attention, cross_entropy, dropout
-from coalesce.engine.rules.mode import RULES, Rules, user_line
+from coalesce.engine.rules import (
+    activations,
+    arithmetic,
+    attention,
+    cross_entropy,
+    draws,
+    dropout,
+    factories,
+    losses,
+    normalisation,
+    pooling,
+)
+from coalesce.engine.rules.lines import user_line
+from coalesce.engine.rules.mode import RULES, Rules
 
-__all__ = ["RULES", "Rules", "attention", "cross_entropy", "dropout", "user_line"]
+__all__ = [
+    "RULES",
+    "Rules",
+    "activations",
+    "arithmetic",
+    "attention",
+    "cross_entropy",
+    "draws",
+    "dropout",
+    "factories",
+    "losses",
+    "normalisation",
+    "pooling",
+    "user_line",
+]

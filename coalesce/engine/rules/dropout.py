@@ -6,29 +6,18 @@ vmap either refuses or draws from the global generator, in an order that depends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from coalesce.engine.rules.mode import Rules, rule
+from coalesce.engine.rules.draws import write
+from coalesce.engine.rules.mode import Rate, Rules, carried, rule
 
-
-class Rate(float):
-    """A rate that rides, for code of torch's that compares it with 0 before it passes it on."""
-
-    tensor: Tensor
-
-    def __new__(cls, tensor: Tensor) -> Rate:
-        rate = super().__new__(cls, 0.5)
-        rate.tensor = tensor
-        return rate
-
-
-def carried(p: float | Tensor) -> float | Tensor:
-    """The tensor that a `Rate` carries; anything else as it is."""
-    return p.tensor if isinstance(p, Rate) else p
+__all__ = ["Rate", "carried", "drop"]
 
 
 def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
@@ -49,24 +38,80 @@ def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Te
     return x * ((draw >= p) * scale)
 
 
+#: Of the SELU: what its lowest value is, which alpha dropout puts in the place of what it drops.
+_ALPHA = 1.7580993408473766
+
+
+def alpha_drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+    """Set the entries of x whose draw lies below p to the SELU's lowest value, and keep mean 0 and variance 1.
+
+    G. Klambauer et al., "Self-normalizing neural networks" (2017), with the constants that ATen computes. At p = 1
+    everything is zero, as in ATen.
+    """
+    p = carried(p)
+    kept = rules.uniform(shape, x.dtype) >= p
+    if isinstance(p, Tensor):
+        inside = torch.where(p < 1, p, torch.zeros_like(p))
+        a: Any = ((_ALPHA**2 * inside + 1) * (1 - inside)).rsqrt()
+        a = torch.where(p < 1, a, torch.zeros_like(p)).to(x.dtype)
+        p = p.to(x.dtype)
+    else:
+        a = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p)) if p < 1 else 0.0
+    kept = kept.to(x.dtype)
+    return x * (kept * a) + ((kept - 1) * (_ALPHA * a) + _ALPHA * a * p)
+
+
+def _elements(x: Tensor) -> Sequence[int]:
+    return x.shape
+
+
+def _features(x: Tensor) -> Sequence[int]:
+    """One draw per sample and channel."""
+    return (*x.shape[:2], *[1] * (x.dim() - 2))
+
+
 def _check(p: float | Tensor) -> None:
     if not isinstance(p, Tensor) and not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
 
 
-@rule(F.dropout, torch.dropout)
-def dropout(
-    rules: Rules, input: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False, **kw: bool
-) -> Tensor:
-    _check(p)
-    training = kw.get("train", training)  # torch.dropout's name for it
-    return drop(rules, input, p, input.shape) if training else input
+def _register(name: str, dropped: Callable[..., Tensor], shape: Callable[[Tensor], Sequence[int]]) -> None:
+    """The rules of ``torch.<name>`` and of its form in place."""
+
+    @rule(getattr(torch, name))
+    def out_of_place(rules: Rules, input: Tensor, p: float | Tensor, train: bool) -> Tensor:
+        p = carried(p)
+        _check(p)
+        return dropped(rules, input, p, shape(input)) if train else input
+
+    @rule(getattr(torch, f"{name}_"))
+    def in_place(rules: Rules, input: Tensor, p: float | Tensor, train: bool) -> Tensor:
+        p = carried(p)
+        _check(p)
+        # the product needs what stood there for its gradient
+        return write(input, dropped(rules, input.clone(), p, shape(input))) if train else input
 
 
-@rule(F.dropout1d, F.dropout2d, F.dropout3d)
-def dropout_channels(
-    rules: Rules, input: Tensor, p: float | Tensor = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    _check(p)
-    shape = (*input.shape[:2], *[1] * (input.dim() - 2))
-    return drop(rules, input, p, shape) if training else input
+_register("dropout", drop, _elements)
+_register("feature_dropout", drop, _features)
+_register("alpha_dropout", alpha_drop, _elements)
+_register("feature_alpha_dropout", alpha_drop, _features)
+
+
+def _register_checked(function: Callable[..., Tensor]) -> None:
+    """torch's own code sees to the shapes, but compares the rate with 0 and 1 first, which a `Rate` passes."""
+
+    @rule(function, numbers=("p",))
+    def checked(rules: Rules, input: Tensor, p: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return rules.open(function, input, Rate(p), *args, **kwargs)
+
+
+for _function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+    _register_checked(_function)
+
+
+@rule(torch.native_dropout)
+def native_dropout(rules: Rules, input: Tensor, p: float | Tensor, train: bool) -> tuple[Tensor, Tensor]:
+    kept = rules.uniform(input.shape, input.dtype) >= p if train else torch.ones_like(input, dtype=torch.bool)
+    scale = 1 / (1 - p) if isinstance(p, Tensor) or p < 1 else 0.0
+    return (torch.where(kept, input * scale, 0.0) if train else input), kept

@@ -2,33 +2,74 @@
 
 from __future__ import annotations
 
-import linecache
-import sysconfig
-import traceback
+import functools
+import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from coalesce import random
+from coalesce.engine.rules.lines import user_line
 from coalesce.errors import TaskError
-from coalesce.random import uniform
+
+Handler = Callable[..., Any]
 
 #: torch function → rule; the rule gets the mode and the function's own arguments. Filled by the modules beside this.
-RULES: dict[Callable[..., Any], Callable[..., Any]] = {}
+RULES: dict[Callable[..., Any], Handler] = {}
 
 
-def rule(*functions: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a rule for some of torch's functions."""
+class Rate(float):
+    """A number that rides, for code of torch's that compares it with 0 before it passes it on."""
 
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+    tensor: Tensor
+
+    def __new__(cls, tensor: Tensor) -> Rate:
+        rate = super().__new__(cls, 0.5)
+        rate.tensor = tensor
+        return rate
+
+
+def carried(number: Any) -> Any:
+    """The tensor that a `Rate` carries; anything else as it is."""
+    return number.tensor if isinstance(number, Rate) else number
+
+
+def rule(
+    *functions: Callable[..., Any], numbers: Sequence[str] = (), places: Sequence[tuple[int, str]] = ()
+) -> Callable[[Handler], Handler]:
+    """Register a rule for some of torch's functions.
+
+    Args:
+        functions: of one signature, the handler's after its first argument.
+        numbers: arguments that torch takes only as Python numbers. If given, the rule holds only where one of them is
+            a tensor; elsewhere torch's own function is called.
+        places: the same as (position, name), for a handler whose signature does not name them.
+    """
+
+    def register(handler: Handler) -> Handler:
+        names = list(inspect.signature(handler).parameters)[1:]
+        watched = [*places, *((names.index(name), name) for name in numbers)]
         for function in functions:
-            RULES[function] = handler
+            RULES[function] = _where_it_rides(function, handler, watched) if watched else handler
         return handler
 
     return register
+
+
+def _where_it_rides(function: Callable[..., Any], handler: Handler, places: Sequence[tuple[int, str]]) -> Handler:
+    def chosen(rules: Rules, *args: Any, **kwargs: Any) -> Any:
+        for place, name in places:
+            number = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(number, Tensor | Rate):
+                args = tuple(map(carried, args))
+                return handler(rules, *args, **{k: carried(v) for k, v in kwargs.items()})
+        return rules.open(function, *args, **kwargs)
+
+    return chosen
 
 
 class Labels(NamedTuple):
@@ -49,6 +90,9 @@ class Rules(TorchFunctionMode):
         labels: where to note which tensors were labels of how many classes, if anybody wants to know.
         origins: path as in ``riding`` → the swept key that it follows from.
         watch: raise if a function draws from torch's global generator, which outside a trace it can.
+
+    Attributes:
+        stacked: whether the code runs for many lanes at once.
     """
 
     def __init__(
@@ -68,16 +112,30 @@ class Rules(TorchFunctionMode):
         self.riding = riding
         self.labels = labels
         self.calls = 0
+        self.stacked = not shared(key)
 
     def saw_labels(self, scores: Tensor, target: Tensor, ignore_index: int) -> None:
         """Note integer labels that a loss was given beside scores of (B, C, …) or (C,)."""
         if self.labels is not None and not target.is_floating_point():
             self.labels.append(Labels(target, scores.shape[min(1, scores.dim() - 1)], ignore_index))
 
-    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The lane's next draw: uniform in [0, 1), of a call number of its own."""
+    def bits(self, count: int) -> Tensor:
+        """The lane's next draw, of a call number of its own: (count,) int64 in [0, 2**32)."""
         self.calls += 1
-        return uniform(self.key, self.step, self.calls, shape, dtype)
+        return random.bits(self.key, random.Purpose.DRAW, self.step, self.calls, count)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The lane's next draw: uniform in [0, 1), multiples of 2**-24; see `random.uniform`."""
+        self.calls += 1
+        return random.uniform(self.key, self.step, self.calls, shape, dtype)
+
+    def open(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function of torch's. What is written in Python runs under the mode, so that rules see what it calls:
+        a mode is off inside its own handler, and the draws within `F.gumbel_softmax` would escape it."""
+        if not _dispatches(function):
+            return function(*args, **kwargs)
+        with self:
+            return _body(function)(*args, **kwargs)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -86,7 +144,7 @@ class Rules(TorchFunctionMode):
         handler = RULES.get(func)
         before = torch.random.get_rng_state() if self.watch else None
         try:
-            returned = func(*args, **kwargs) if handler is None else handler(self, *args, **kwargs)
+            returned = self.open(func, *args, **kwargs) if handler is None else handler(self, *args, **kwargs)
         except TaskError:
             raise
         except (RuntimeError, TypeError) as error:
@@ -101,6 +159,7 @@ class Rules(TorchFunctionMode):
     def _explain(self, func: Callable[..., Any], error: Exception, given: Sequence[Any]) -> TaskError | None:
         name = getattr(func, "__name__", str(func))
         text = str(error)
+        given = [carried(g) for g in given]
         hit = [path for path, value in self.riding.items() if any(value is g for g in given)]
         asks_value = ".item()" in text or "data-dependent control flow" in text or "Cannot access data pointer" in text
         if hit and (asks_value or "must be Number" in text or isinstance(error, TypeError)):
@@ -118,6 +177,18 @@ class Rules(TorchFunctionMode):
             )
         if "random operation" in text:
             return _draws(func)
+        if "dynamic shape" in text or "differently shaped Tensor" in text:
+            return TaskError(
+                f"{name}() gives a result whose shape depends on the values of a tensor: x[mask], nonzero, unique. "
+                f"Lanes need one shape: keep every entry, and weigh it by the mask: torch.where(mask, x, 0), "
+                f"(x * mask).sum() / mask.sum().\n{user_line()}"
+            )
+        if "is not possible because there exists a Tensor" in text or "would mutate a captured Tensor" in text:
+            return TaskError(
+                f"{name}() writes what differs between the lanes into a tensor that they share: data of an "
+                f"evaluation, a view of it, or a tensor from outside. Make a new one: torch.where(...), "
+                f"x = x + ... instead of x += ....\n{user_line()}"
+            )
         return None
 
     def _follows(self, path: str) -> str:
@@ -133,45 +204,44 @@ class Rules(TorchFunctionMode):
 def _draws(func: Callable[..., Any]) -> TaskError:
     name = getattr(func, "__name__", str(func))
     return TaskError(
-        f"{name}() draws from torch's global generator, which all lanes would share. Draw in the model's dropout "
-        f"layers, or outside the graph in data() or model().\n{user_line()}"
+        f"{name}() draws from torch's global generator, which all lanes would share. These draw from the lane's own "
+        f"stream: dropout layers, rand, randn, randint, randperm, bernoulli, multinomial, normal, their _like and "
+        f"in-place forms. Or draw outside the graph, in data() or model().\n{user_line()}"
     )
 
 
-def user_line(error: BaseException | None = None) -> str:
-    """The innermost line of a stack that is neither torch's, Python's nor ours, as a traceback shows it.
+def shared(tensor: Tensor) -> bool:
+    """Whether a tensor inside a lane is the same one for all lanes: data of an evaluation, a constant.
 
-    Args:
-        error: whose traceback to look at; without one, the stack that stands.
+    torch has no public way to ask; tried on torch 2.13.0, and by `tests/test_rules_factories.py`.
     """
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    kinds = [_kind(frame.filename) for frame in frames]
-    known = list(zip(frames, kinds, strict=True))
-    # what called us is no part of the task
-    inside = known[kinds.index("ours") :] if "ours" in kinds else known
-    # a task may be installed beside other packages: their lines count if there is none outside
-    places = [(inside, "user"), (inside, "package"), (known, "user")]
-    theirs = next((found for part, kind in places if (found := [f for f, k in part if k == kind])), [])
-    if not theirs:
-        return "  (at no line of the task's own)"
-    chosen = theirs[-1]
-    source = linecache.getline(chosen.filename, chosen.lineno or 0).strip()
-    return f'  File "{chosen.filename}", line {chosen.lineno}, in {chosen.name}\n    {source}'
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-_OURS = Path(__file__).parents[2]
-_HOMES = {
-    "torch": Path(torch.__file__).parent,
-    "package": Path(sysconfig.get_path("purelib")),
-    "python": Path(sysconfig.get_path("stdlib")),
-}
+@functools.cache
+def _dispatches(function: Callable[..., Any]) -> bool:
+    """Whether a function is Python code of `torch.nn.functional` that asks for a mode before it does its work."""
+    return (
+        isinstance(function, types.FunctionType)
+        and function.__module__ == "torch.nn.functional"
+        and any("has_torch_function" in name for name in function.__code__.co_names)
+    )
 
 
-def _kind(filename: str) -> str:
-    path = Path(filename)
-    if path.is_relative_to(_OURS):
-        # the tasks that ship are read as a user's own would be
-        return "user" if path.is_relative_to(_OURS / "tasks") else "ours"
-    if filename.startswith("<"):
-        return "python"
-    return next((kind for kind, home in _HOMES.items() if path.is_relative_to(home)), "user")
+def _never(*args: Any) -> bool:
+    return False
+
+
+def _body(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without asking: under the mode it would come back to the handler for ever."""
+    assert isinstance(function, types.FunctionType)
+    silent = {f"has_torch_function{kind}": _never for kind in ("", "_unary", "_variadic")}
+    body = types.FunctionType(
+        function.__code__,
+        function.__globals__ | silent,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
