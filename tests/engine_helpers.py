@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -198,7 +198,31 @@ def stream_dropout(key: Tensor, step: int) -> Iterator[None]:
         weight = torch.softmax(query @ key.transpose(-2, -1) / math.sqrt(query.size(-1)), dim=-1)
         return dropout(weight, given.get("dropout_p", dropout_p)) @ value
 
-    with patch.object(F, "dropout", dropout), patch.object(F, "scaled_dot_product_attention", attention):
+    def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+        """Layer by layer, dropout between them; masks of shape (D, T, B)."""
+
+        def layers(input: Tensor, hx: Any, weights: Any, bias: bool, count: int, p: float, *rest: bool) -> Any:
+            train, bidirectional, batch_first = rest
+            x, ends = input.transpose(0, 1) if batch_first else input, []
+            states, directions = (hx,) if isinstance(hx, Tensor) else hx, 2 if bidirectional else 1
+            per = len(weights) // count
+            for i in range(count):
+                start = tuple(s[i * directions : (i + 1) * directions] for s in states)
+                own = weights[i * per : (i + 1) * per]
+                one = start[0] if isinstance(hx, Tensor) else start
+                if i and p:
+                    x = dropout(x.permute(2, 0, 1), p, train).permute(1, 2, 0)
+                x, *end = function(x, one, own, bias, 1, 0.0, train, bidirectional, False)
+                ends.append(end)
+            return x.transpose(0, 1) if batch_first else x, *(torch.cat(e) for e in zip(*ends, strict=True))
+
+        return layers
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(F, "dropout", dropout))
+        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        for name in ("gru", "lstm"):
+            stack.enter_context(patch.object(torch._VF, name, recurrent(getattr(torch, name))))
         yield
 
 

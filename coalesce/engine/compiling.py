@@ -18,6 +18,9 @@ Runner = Callable[..., Sequence[Tensor]]
 # `python -m benchmarks.step --realize 4 12 20 30`.
 _OPTIONS = {"realize_opcount_threshold": 20}
 
+#: What is done to a graph before it is compiled: operators that loop are told to run compiled code themselves.
+PREPARE: list[Callable[[fx.GraphModule], None]] = []
+
 _compiled: dict[str, Runner] = {}
 
 
@@ -36,6 +39,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     Returns:
         A function of the same inputs.
     """
+    for prepare in PREPARE:
+        prepare(module)
     key = _signature(module, inputs)
     if key not in _compiled:
         with torch.no_grad():

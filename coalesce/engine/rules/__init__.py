@@ -11,6 +11,7 @@ from coalesce.engine.rules import (
     losses,
     normalisation,
     pooling,
+    recurrent,
 )
 from coalesce.engine.rules.lines import user_line
 from coalesce.engine.rules.mode import RULES, Rules
@@ -28,5 +29,6 @@ __all__ = [
     "losses",
     "normalisation",
     "pooling",
+    "recurrent",
     "user_line",
 ]
