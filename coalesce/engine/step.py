@@ -50,7 +50,7 @@ def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tupl
     holders = dict(zip(names, [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     results = dict(zip(_outputs(template, state), output.args[0], strict=True))
     graph.erase_node(output)
-    _hoist(graph, [results["good"], *(n for name, n in results.items() if name.startswith("now/"))])
+    _hoist(graph, [n for name, n in results.items() if name.startswith("now/")])
 
     broken = []
     updates: dict[Any, fx.GraphModule] = {}
@@ -101,22 +101,32 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
     paths = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
     fixed, buffers = part(state, "fixed"), part(state, "buffer")
 
-    def loss(trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any) -> Any:
-        return lane_loss(template, instance, {**trained, **fixed}, buffers, riding, key, step, batch)
+    now = step + 1
+    good = state["lane/alive"] & (step < steps)
+
+    def loss(
+        trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any, good: Tensor
+    ) -> Any:
+        value, (metrics, after) = lane_loss(template, instance, {**trained, **fixed}, buffers, riding, key, step, batch)
+        # Here, so that they stand in front of the backward pass, whose updates need the first. Copies, since a metric
+        # may be a parameter itself, which will have been updated by the time it is kept.
+        good = good & torch.isfinite(value.detach())
+        return value, (good, {n: m.to(state[f"train/{n}"].dtype, copy=True) for n, m in metrics.items()}, after)
 
     both = vmap(grad_and_value(loss, has_aux=True))
-    count, after, found = template.accumulate, buffers, []
+    count, after = template.accumulate, buffers
+    gradients: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     for number, piece in enumerate(index.split(batch_size // count, dim=1)):
         batch = template.data.unflatten(gather(leaf, piece) for leaf in data)
         # draws are numbered by micro-batches, or all micro-batches of a step would have the same masks
-        gradients, (value, (metrics, after)) = both(
-            part(state, "trained"), fixed, after, paths, key, step * count + number if count > 1 else step, batch
-        )
-        found.append((gradients, {"": value}, metrics))
-    gradients, values, metrics = (_mean([one[i] for one in found]) for i in range(3))
-
-    active = state["lane/alive"] & (step < steps)
-    good = active & torch.isfinite(values[""])
+        moment = step * count + number if count > 1 else step
+        mapped = part(state, "trained"), fixed, after, paths, key, moment, batch, good
+        found, (_, (good, shown, after)) = both(*mapped)
+        # added up as they come, so that no more than two sets of gradients are alive
+        gradients, metrics = _plus(gradients, found), _plus(metrics, shown)
+    if count > 1:
+        gradients, metrics = ({n: t / count for n, t in total.items()} for total in (gradients, metrics))
     clip = optimizer.get("clip_norm")
     if clip is not None:
         if "clip_value" in optimizer:
@@ -125,11 +135,10 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
 
     return [
         good,
-        step + 1,
+        now,
         *optimizer.values(),
         *(gradients[n] for n in template.trained),
-        # copies, since a metric may be a parameter itself, which will have been updated by the time it is kept
-        *(metrics[n].to(old.dtype, copy=True) for n, old in part(state, "train").items()),
+        *(metrics[n] for n in part(state, "train")),
         *(after[n] for n in buffers),
     ]
 
@@ -139,11 +148,8 @@ def _lanes(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *[1] * (like.dim() - 1))
 
 
-def _mean(found: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over micro-batches; of one it is that itself, whatever its type. Gradients coexist from here on."""
-    if len(found) == 1:
-        return dict(found[0])
-    return {n: sum((one[n] for one in found[1:]), start=first) / len(found) for n, first in found[0].items()}
+def _plus(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: total[n] + t for n, t in more.items()} if total else dict(more)
 
 
 def _clip(gradients: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
