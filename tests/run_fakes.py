@@ -96,6 +96,7 @@ def drive(listener: Listener, of: Plan, results: Sequence[Result], every: int = 
     """Tell a listener a whole run: all lanes go on together, a metric every so many steps, all end together."""
     listener.started(of)
     listener.compiling(0, "step")
+    listener.checking(0)
     steps = max((experiment.steps for experiment in of.experiments), default=0)
     total = sum(experiment.steps for experiment in of.experiments)
     for step in range(every, steps + 1, every):

@@ -152,6 +152,9 @@ class Recorder(Listener):
         self.calls.append("compiling")
         self.compiled.append((cohort, what))
 
+    def checking(self, cohort: int) -> None:
+        self.calls.append("checking")
+
     def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
         self.calls.append("metrics")
         self.rows.append((experiment.id, step, dict(values)))

@@ -48,7 +48,8 @@ def test_plain_lines_of_a_whole_run() -> None:
     lines = file.getvalue().splitlines()
     assert lines[0] == "made_up: 8 experiments in 1 cohort, 400 steps in all, on cpu"
     assert lines[1] == "compiling the step of cohort 1 of 1 (once for all of its experiments)..."
-    assert [line.split(":")[0].strip() for line in lines[2:-1]] == ["20%", "40%", "60%", "80%", "100%"]
+    assert lines[2] == "checking cohort 1 of 1 against plain PyTorch..."
+    assert [line.split(":")[0].strip() for line in lines[3:-1]] == ["20%", "40%", "60%", "80%", "100%"]
     assert re.fullmatch(r"ended after .*: 8 of 8 experiments, 8 finished", lines[-1])
     assert not re.search(r"[^\x20-\x7e\n]", file.getvalue())
 
@@ -62,6 +63,8 @@ def test_what_is_waited_for_is_called_by_its_name(trainer: dict[str, Any], says:
     drive(showing, plan(EXPERIMENTS, **trainer), [result(one) for one in EXPERIMENTS])
     assert (says in file.getvalue()) == ("stack" not in trainer)
     assert ("tracing the step" in file.getvalue()) == ("compile" in trainer)
+    # done before it is read, where nothing was compiled
+    assert ("checking" in file.getvalue()) == ("compile" not in trainer)
 
 
 def test_a_plain_line_says_everything() -> None:
@@ -131,6 +134,8 @@ def test_the_live_display_while_compiling() -> None:
         first, second = frame(showing)
         assert first.startswith("cohort 1/2")
         assert second.endswith("compiling the evaluation of cohort 2 of 2… 12 s")
+        showing.checking(1)
+        assert frame(showing)[1].endswith("checking cohort 2 of 2 against plain PyTorch… 0.0 s")
     finally:
         showing.closed(None)
     assert "\x1b[?25l" in file.getvalue()

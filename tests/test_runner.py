@@ -322,11 +322,11 @@ def test_the_order_of_what_listeners_are_told() -> None:
         assert all(name != result.experiment.id for name, _, _ in first.rows[told:])
 
 
-@pytest.mark.parametrize("method", ["started", "compiling", "metrics", "ended", "advanced"])
+@pytest.mark.parametrize("method", ["started", "compiling", "checking", "metrics", "ended", "advanced"])
 @pytest.mark.parametrize("error", [RuntimeError("disk full"), KeyboardInterrupt()], ids=["error", "interrupt"])
 def test_all_are_closed_whatever_happens(method: str, error: BaseException) -> None:
     # without stacking nothing is compiled, nor told to be
-    plan = planned(ToyW, {"optimizer.lr": [0.1, 0.2]}, stack=method == "compiling", **TOY)
+    plan = planned(ToyW, {"optimizer.lr": [0.1, 0.2]}, stack=method in ("compiling", "checking"), **TOY)
     listeners = [Recorder(), Breaks(method, error), Recorder()]
     with pytest.raises(type(error)) as caught:
         run(plan, listeners)

@@ -140,7 +140,8 @@ class Audit:
         if scalars:
             with host.holding(rounded, scalars):
                 found = self._outcome(host, variant, 0, riding=scalars)
-            wrong = _unlike(expected.values, found.values, tolerance=_CLOSE)
+            coarse = max(torch.finfo(p.dtype).eps for p in tensors.values() if p.is_floating_point())
+            wrong = _unlike(expected.values, found.values, tolerance=max(_CLOSE, 4 * coarse))
             if wrong:
                 raise TaskError(
                     f"{host.name}: {wrong} when {' and '.join(spell(p) for p in scalars)} are 0-d tensors instead of "

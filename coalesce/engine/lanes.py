@@ -130,15 +130,28 @@ class Lanes:
         Returns:
             name → (K,).
         """
-        self.prepare_evaluation(split)
-        names, leaves = self.template.rehearsal.metrics, self.data.leaves(split)
+        names = self.template.rehearsal.metrics
         total = torch.zeros(len(names), self.width, dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for start, stop in self._chunks(split):
-                run, constants = self._evaluations[stop - start]
-                found = run(*self._evaluated(), *[leaf[start:stop] for leaf in leaves], *constants)
-                total += torch.stack([f.to(torch.float64) for f in found]) * (stop - start)
+        for start, stop in self._chunks(split):
+            found = self.evaluate_samples(split, start, stop)
+            if found:
+                total += torch.stack(list(found.values())) * (stop - start)
         return dict(zip(names, (total / self.data.sizes[split]).tolist(), strict=True))
+
+    def evaluate_samples(self, split: str, start: int, stop: int) -> dict[str, Tensor]:
+        """Each metric of the task over the samples of one call of an evaluation graph.
+
+        Args:
+            start, stop: a piece as `chunks` cuts the split.
+
+        Returns:
+            name → (K,) float64, on the lanes' device.
+        """
+        self.prepare_evaluation(split)
+        run, constants = self._evaluations[stop - start]
+        with torch.no_grad():
+            found = run(*self._evaluated(), *[leaf[start:stop] for leaf in self.data.leaves(split)], *constants)
+        return {n: f.to(torch.float64) for n, f in zip(self.template.rehearsal.metrics, found, strict=True)}
 
     def observe(self, values: Mapping[int, float]) -> None:
         """Let the schedule judge some lanes by the metric that it monitors. The others stay as they are.

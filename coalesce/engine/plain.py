@@ -79,14 +79,42 @@ class Plain:
         """Each metric over a split, averaged over its samples, as `Lanes.evaluate` tells it."""
         total = dict.fromkeys(self.template.rehearsal.metrics, 0.0)
         size = self.data.sizes[split]
-        self.model.eval()
         for start, stop in chunks(size, self.evaluate_batch_size):
-            batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
-            with torch.no_grad(), self._averaged(), Rules(self.key, self._count(self.step), {}):
-                found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
-            for name in total:
-                total[name] += float(found[name].detach()) * (stop - start)
+            for name, value in self.evaluate_samples(split, start, stop).items():
+                total[name] += float(value) * (stop - start)
         return {name: [value / size] for name, value in total.items()}
+
+    def evaluate_samples(self, split: str, start: int, stop: int) -> dict[str, Tensor]:
+        """Each metric over some samples of a split, 0-d."""
+        self.model.eval()
+        batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
+        with torch.no_grad(), self.averaged(), Rules(self.key, self._count(self.step), {}):
+            found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
+        return {name: found[name].detach() for name in self.template.rehearsal.metrics}
+
+    def state(self) -> dict[str, Tensor]:
+        """A copy of what steps change, under the names that `Lanes.state` gives it, without a lane dimension."""
+        named = dict(self.model.named_parameters())
+        state = {f"trained/{n}": named[n].detach().clone() for n in self.template.trained}
+        state |= {f"buffer/{n}": b.clone() for n, b in self.model.named_buffers()}
+        state |= {f"slot/{slot}/{n}": t for n, slots in self.slots.items() for slot, t in slots.items()}
+        state |= {f"train/{n}": torch.tensor(v, dtype=torch.float64) for n, v in self.metrics.items()}
+        return {**state, "lane/step": torch.tensor(self.step), "lane/alive": torch.tensor(self.alive)}
+
+    def place(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a lane's state: its parameters, buffers, optimiser state and step.
+
+        Args:
+            state: one lane's part of `Lanes.state`, of an experiment that `fill` was given.
+        """
+        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        with torch.no_grad():
+            for name, value in state.items():
+                kind, _, rest = name.partition("/")
+                if kind in ("trained", "fixed", "buffer"):
+                    named[rest].copy_(value)
+        self.slots = {n: {s: state[f"slot/{s}/{n}"].clone() for s in slots} for n, slots in self.slots.items()}
+        self.step, self.alive = int(state["lane/step"]), bool(state["lane/alive"])
 
     def observe(self, values: Mapping[int, float]) -> None:
         """Let the schedule judge the experiment, as `Lanes.observe` does."""
@@ -97,11 +125,11 @@ class Plain:
 
     def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
         """The model's, on the CPU; ``raw`` as in `Lanes.state_dict`."""
-        with nullcontext() if raw else self._averaged():
+        with nullcontext() if raw else self.averaged():
             return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
 
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[None]:
         """The model with the moving average of its weights, where there is one."""
         named = dict(self.model.named_parameters())
         averages = {n: state[AVERAGE] for n, state in self.slots.items() if AVERAGE in state}

@@ -71,6 +71,13 @@ class ProgressView(Listener):
         if self._live is None:
             self._say(f"{self._compiling[0]} (once for all of its experiments)...")
 
+    def checking(self, cohort: int) -> None:
+        of = f" of {len(self._plan.cohorts)}" if self._plan is not None else ""
+        self._compiling = (f"checking cohort {cohort + 1}{of} against plain PyTorch", self.clock())
+        # plain lines are for what takes long, and that is seconds only where compiling took minutes
+        if self._live is None and self._plan is not None and self._plan.trainer.compile:
+            self._say(f"{self._compiling[0]}...")
+
     def ended(self, result: Result) -> None:
         self._statuses[result.status] += 1
         if result.status == "failed" and self._statuses["failed"] == 1:

@@ -85,6 +85,9 @@ class Listener:
     def compiling(self, cohort: int, what: str) -> None:
         """A graph of a cohort is about to be traced and compiled; ``what`` says which: "step", "evaluation on val"."""
 
+    def checking(self, cohort: int) -> None:
+        """The graphs of a cohort are about to be compared with plain PyTorch, before it trains."""
+
     def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
         """Metrics of one experiment after ``step`` updates."""
 

@@ -18,6 +18,7 @@ class Trainer:
         evaluate_every: steps of an experiment between two evaluations; a multiple of ``every``.
         evaluate_batch_size: samples per lane in one call of the evaluation graph.
         compile: compile the graphs (true), or run the same graphs operation by operation (false).
+        check: before a cohort trains, compare its graphs with plain eager PyTorch, and stop if they differ.
         stack: false runs each experiment alone in a plain eager loop, for debugging: a breakpoint in ``loss`` works.
         device: "auto", "cpu" or "cuda".
         monitor, mode: the metric that "best" looks at, and whether "max" or "min" of it is best.
@@ -32,6 +33,7 @@ class Trainer:
     evaluate_every: int = 500
     evaluate_batch_size: int = 1024
     compile: bool = True
+    check: bool = True
     stack: bool = True
     device: str = "auto"
     monitor: str = "val/accuracy"

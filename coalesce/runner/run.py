@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from coalesce.engine.check import check
 from coalesce.engine.lanes import Lanes, Reading
 from coalesce.engine.plain import Plain
 from coalesce.engine.template import Template
@@ -115,6 +116,10 @@ class _CohortRun:
         for split in self.splits:
             self._tell_compiling(f"evaluation on {split}")
             self.lanes.prepare_evaluation(split)
+        if self.trainer.check and isinstance(self.lanes, Lanes):
+            for listener in self.listeners:
+                listener.checking(self.index)
+            check(self.lanes, self.splits)
         self._refill()
         while any(self.slots):
             started_s = time.monotonic()

@@ -86,6 +86,9 @@ class RunWriter(Listener):
         logger.info("cohort %d: compiling %s", cohort, what)
         self.flush()
 
+    def checking(self, cohort: int) -> None:
+        logger.info("cohort %d: checking against plain PyTorch", cohort)
+
     def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
         if not self._rows:
             self._rows_since = self.clock()
