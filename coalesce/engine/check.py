@@ -4,7 +4,8 @@ Two experiments with different floats take two steps in lanes and, from the same
 what shows a wrong gradient: losses, buffers, the optimiser's state, and by how much each parameter changes. (Updated
 parameters alone are blind: after Adam's first step a gradient eight times too large shows as 2e-7.) One call of each
 evaluation graph is compared as well. What was met, with no error raised: torch 2.13.0 compiles the gradient of an
-orthogonal parametrisation wrongly, where running the same graph operation by operation gets it right.
+orthogonal parametrisation (with more columns than rows) wrongly, where running the same graph operation by operation
+gets it right.
 """
 
 from __future__ import annotations
