@@ -72,14 +72,14 @@ def key_of(seed: int) -> Tensor:
     return torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
 
 
-def bits(key: Tensor, purpose: Purpose, step: Tensor, call: int, count: int) -> Tensor:
+def bits(key: Tensor, purpose: Purpose, step: Tensor, call: int | Tensor, count: int) -> Tensor:
     """Random words of 32 bits.
 
     Args:
         key: (2,) int64, from `key_of`.
         purpose: which stream of the seed.
         step: 0-d int64, in [0, 2**32).
-        call: number of the draw within the step.
+        call: number of the draw within the step, also as a 0-d int64 tensor.
         count: how many words.
 
     Returns:
@@ -92,7 +92,7 @@ def bits(key: Tensor, purpose: Purpose, step: Tensor, call: int, count: int) -> 
     return torch.cat(words)[:count]
 
 
-def uniform(key: Tensor, step: Tensor, call: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def uniform(key: Tensor, step: Tensor, call: int | Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Uniform numbers in [0, 1) from the draw stream.
 
     They are multiples of 2**-24, in every dtype the same numbers as far as it can hold them, so that a mask drawn

@@ -324,11 +324,15 @@ def test_trainer_settings_arrive_in_their_type() -> None:
     assert trainer == Trainer(width=8, every=100, evaluate_every=300, compile=False, threads=None)
     assert {type(trainer.width), type(trainer.every)} == {int}
     assert check_trainer({"threads": 1, "width": "auto"}).threads == 1
+    assert check_trainer({"pieces": "auto"}) == Trainer()
+    assert check_trainer({"pieces": ["blocks.*"]}).pieces == ("blocks.*",)
 
 
 @pytest.mark.parametrize(
     ("settings", "says", "helps"),
     [
+        ({"pieces": "blocks"}, "trainer.pieces='blocks': must be auto or patterns", '["blocks.*"]'),
+        ({"pieces": ["a", 1]}, "trainer.pieces=['a', 1]: must be auto or patterns", '["blocks.*"]'),
         ({"width": 0}, "trainer.width=0: must be at least 1", '"auto"'),
         ({"width": "wide"}, "trainer.width='wide': must be an integer", '"auto"'),
         ({"width": 1.5}, "trainer.width=1.5: must be an integer", '"auto"'),

@@ -195,6 +195,19 @@ def test_an_unknown_monitor_names_the_valid_and_the_nearest() -> None:
     assert problem.valid == "train/loss, val/loss, val/error"
 
 
+def test_pieces_that_match_nothing_name_the_nearest() -> None:
+    (problem,) = problems(Net, monitor="val/error", pieces=("0", "frist"))
+    assert (problem.key, problem.value) == ("trainer.pieces", "frist")
+    assert "matches no module of Net's model" in problem.rule
+
+
+def test_pieces_are_planned() -> None:
+    (cohort,) = planned(Net, monitor="val/error", pieces=("*",)).cohorts
+    assert cohort.pieces == tuple(n for n, _ in cohort.template.model.named_modules() if n)
+    (cohort,) = planned(Net, monitor="val/error").cohorts
+    assert cohort.pieces == ()
+
+
 @pytest.mark.parametrize("monitor", ["test/loss", "loss", "val/w"])
 def test_what_cannot_be_monitored(monitor: str) -> None:
     # the test split is looked at once, at the end: nothing can be chosen by it

@@ -35,6 +35,10 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
         if name not in fields:
             problems.append(Problem(key, value, "unknown key", ", ".join(fields), nearest(str(name), fields)))
             continue
+        if name == "pieces":
+            checked[name], found = _check_pieces(key, value)
+            problems += found
+            continue
         if name == "width":
             kind, valid = Kind("int"), 'an integer, at least 1, or "auto"'
         else:
@@ -65,3 +69,11 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
     if problems:
         raise ConfigError(problems)
     return Trainer(**checked)
+
+
+def _check_pieces(key: str, value: Any) -> tuple[Any, list[Problem]]:
+    if value == "auto":
+        return value, []
+    if isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value):
+        return tuple(value), []
+    return value, [Problem(key, value, "must be auto or patterns", 'auto, or a list such as ["blocks.*"]')]

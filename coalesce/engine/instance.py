@@ -61,6 +61,9 @@ class Instance:
         try:
             for kept, key, tensor in places:
                 kept[key] = tensors[names[id(tensor)]]
+                if isinstance(tensor, nn.Parameter):
+                    # what isinstance(…, nn.Parameter) looks at, which get_parameter and user's code ask
+                    kept[key]._is_param = True
             with installed(self.roots, aliases | dict(riding)):
                 yield
             found = {names[id(tensor)]: kept.get(key) for kept, key, tensor in reversed(places)}

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.engine.compiling import Runner, compile_graph, lift_constants
+from coalesce.engine.compiling import lift_constants
 from coalesce.engine.lane import lane_metrics, observed, riding_hyperparameters
+from coalesce.engine.pieces import choose, cut_at
 from coalesce.engine.step import build_step, part
+from coalesce.engine.tape import Tape
 from coalesce.engine.template import Template
 from coalesce.engine.trace import trace
 from coalesce.experiment import Experiment
@@ -54,6 +56,7 @@ class Lanes:
         device: where the state lies.
         compile: compile the graphs, or run them operation by operation.
         evaluate_batch_size: samples per call of the evaluation graph.
+        pieces: names of the modules at which the graphs are cut into segments; None: see `pieces.choose`.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Lanes:
         device: torch.device | str = "cpu",
         compile: bool = True,
         evaluate_batch_size: int = 1024,
+        pieces: Sequence[str] | None = None,
     ):
         if torch.device(device).type == "cpu" and not kernels.lanes_agree():
             warnings.warn(
@@ -75,10 +79,11 @@ class Lanes:
         self.device = torch.device(device)
         self.compile = compile
         self.evaluate_batch_size = evaluate_batch_size
+        self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.data = template.data.to(self.device)
         self.state = self._allocate()
-        self._step: tuple[Runner, list[Tensor]] | None = None
-        self._evaluations: dict[int, tuple[Runner, list[Tensor]]] = {}
+        self._step: tuple[Tape, list[Tensor]] | None = None
+        self._evaluations: dict[int, tuple[Tape, list[Tensor]]] = {}
 
     def fill(self, lane: int, experiment: Experiment) -> None:
         """Put an experiment in its initial state into a lane. Compiles nothing.
@@ -96,9 +101,10 @@ class Lanes:
     def prepare_step(self) -> None:
         """Trace and compile the step, unless that was done."""
         if self._step is None:
-            module, constants = build_step(self.template, self.state, self.data.leaves("train"))
-            inputs = [*self.state.values(), *self.data.leaves("train"), *constants]
-            self._step = (compile_graph(module, inputs) if self.compile else module, inputs)
+            leaves = self.data.leaves("train")
+            module, constants = build_step(self.template, self.state, leaves, self.pieces)
+            inputs = [*self.state.values(), *leaves, *constants]
+            self._step = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
 
     def advance(self, count: int) -> None:
         """Take ``count`` steps in every lane that is filled, sound and not at its end.
@@ -243,7 +249,7 @@ class Lanes:
         """The part of the state that an evaluation reads."""
         return [self.state[name] for name in self._evaluated_names()]
 
-    def _build_evaluation(self, size: int) -> tuple[Runner, list[Tensor]]:
+    def _build_evaluation(self, size: int) -> tuple[Tape, list[Tensor]]:
         template = self.template
         names, instance = self._evaluated_names(), template.fresh()
 
@@ -261,7 +267,12 @@ class Lanes:
 
         leaf = self.data.leaves("train")
         examples = [*self._evaluated(), *[t.new_empty((size, *t.shape[1:])) for t in leaf]]
-        module = trace(evaluate, examples)
+        with cut_at(instance.model, self.pieces):
+            module = trace(evaluate, examples)
         constants = lift_constants(module)
-        run = compile_graph(module, [*examples, *constants]) if self.compile else module
-        return run, constants
+        return self._tape(module, [*examples, *constants], names, len(constants)), constants
+
+    def _tape(self, module: fx.GraphModule, inputs: Sequence[Tensor], names: Sequence[str], constants: int) -> Tape:
+        """A graph that takes some of the state, data, and constants."""
+        cheap = [i for i, name in enumerate(names) if name.startswith(("lane/", "riding/", "optimizer/", "schedule/"))]
+        return Tape(module, inputs, self.compile, [*cheap, *range(len(inputs) - constants, len(inputs))])

@@ -3,7 +3,7 @@ is born."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from coalesce.data import gather
 from coalesce.engine.compiling import lift_constants
 from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss, scheduled
+from coalesce.engine.pieces import cut_at, piece_of
 from coalesce.engine.template import Template
-from coalesce.engine.trace import inline, is_view, trace
+from coalesce.engine.trace import cut_here, inline, is_view, trace
 from coalesce.optim.groups import group_of
 from coalesce.optim.options import apply, clip_value
 from coalesce.random import shuffled
@@ -30,27 +31,30 @@ def part(state: State, prefix: str) -> dict[str, Any]:
     return {name.removeprefix(f"{prefix}/"): t for name, t in state.items() if name.startswith(f"{prefix}/")}
 
 
-def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
+def build_step(
+    template: Template, state: State, data: Sequence[Tensor], pieces: Sequence[str] = ()
+) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace one step.
 
     Args:
         template: of the cohort.
         state: every tensor of the lanes, in the order in which the graph takes them.
         data: the leaves of the training split, (N, …) each, which the graph takes after the state.
+        pieces: names of the modules at which to cut the graph into segments.
 
     Returns:
         A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
         constants.
     """
     names, instance = list(state), template.fresh()
-    module = trace(lambda *inputs: _gradients(template, instance, names, inputs), [*state.values(), *data])
+    with cut_at(instance.model, pieces):
+        module = trace(lambda *i: _gradients(template, instance, pieces, names, i), [*state.values(), *data])
     constants = lift_constants(module)
     graph = module.graph
     output = next(n for n in graph.nodes if n.op == "output")
     holders = dict(zip(names, [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     results = dict(zip(_outputs(template, state), output.args[0], strict=True))
     graph.erase_node(output)
-    _hoist(graph, [n for name, n in results.items() if name.startswith("now/")])
 
     broken = []
     updates: dict[Any, fx.GraphModule] = {}
@@ -68,7 +72,7 @@ def build_step(template: Template, state: State, data: Sequence[Tensor]) -> tupl
     for name, value in zip(["lane/alive", "lane/step", *kept], written, strict=True):
         last = _write(graph, holders[name], value, last)
     with graph.inserting_after(last):
-        graph.output([])
+        graph.output(())
     graph.lint()
     module.recompile()
     return module, constants
@@ -85,7 +89,9 @@ def _outputs(template: Template, state: State) -> list[str]:
     ]
 
 
-def _gradients(template: Template, instance: Instance, names: Sequence[str], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _gradients(
+    template: Template, instance: Instance, pieces: Sequence[str], names: Sequence[str], inputs: Sequence[Tensor]
+) -> list[Tensor]:
     """Batch, forward and backward of all lanes, and everything of a lane that its updates need."""
     state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
     experiment = template.experiment
@@ -117,21 +123,23 @@ def _gradients(template: Template, instance: Instance, names: Sequence[str], inp
     count, after = template.accumulate, buffers
     gradients: dict[str, Tensor] = {}
     metrics: dict[str, Tensor] = {}
-    for number, piece in enumerate(index.split(batch_size // count, dim=1)):
-        batch = template.data.unflatten(gather(leaf, piece) for leaf in data)
+    for number, micro in enumerate(index.split(batch_size // count, dim=1)):
+        batch = template.data.unflatten(gather(leaf, micro) for leaf in data)
         # draws are numbered by micro-batches, or all micro-batches of a step would have the same masks
         moment = step * count + number if count > 1 else step
         mapped = part(state, "trained"), fixed, after, paths, key, moment, batch, good
         found, (_, (good, shown, after)) = both(*mapped)
+        metrics = {n: metrics[n] + t for n, t in shown.items()} if metrics else shown
         # added up as they come, so that no more than two sets of gradients are alive
-        gradients, metrics = _plus(gradients, found), _plus(metrics, shown)
+        gradients = _by_piece(pieces, torch.add, gradients, found) if gradients else found
     if count > 1:
-        gradients, metrics = ({n: t / count for n, t in total.items()} for total in (gradients, metrics))
+        metrics = {n: t / count for n, t in metrics.items()}
+        gradients = _by_piece(pieces, lambda g: g / count, gradients)
     clip = optimizer.get("clip_norm")
     if clip is not None:
         if "clip_value" in optimizer:
             gradients = {n: clip_value(g, _lanes(optimizer["clip_value"], g)) for n, g in gradients.items()}
-        gradients = _clip(gradients, clip)
+        gradients = _clip(gradients, clip, pieces)
 
     return [
         good,
@@ -148,20 +156,30 @@ def _lanes(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *[1] * (like.dim() - 1))
 
 
-def _plus(total: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: total[n] + t for n, t in more.items()} if total else dict(more)
+def _by_piece(
+    pieces: Sequence[str], function: Callable[..., Tensor], *gradients: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Apply a function to the gradients of each parameter when all are there, in a segment for each piece.
 
-
-def _clip(gradients: dict[str, Tensor], clip: Tensor) -> dict[str, Tensor]:
-    """Scale each lane's gradients so that their global norm is at most its ``clip``, as `clip_grad_norm_` does.
-
-    Here all gradients are alive at once.
+    The updates will stand there too, so that pieces that look alike share a segment. All gradients are alive at once.
     """
+    done: dict[str, Tensor] = {}
+    current: str | None = None
+    for name in gradients[0]:
+        if piece_of(name, pieces) != current:
+            current = piece_of(name, pieces)
+            cut_here()
+        done[name] = function(*(one[name] for one in gradients))
+    return done
+
+
+def _clip(gradients: Mapping[str, Tensor], clip: Tensor, pieces: Sequence[str]) -> dict[str, Tensor]:
+    """Scale each lane's gradients so that their global norm is at most its ``clip``, as `clip_grad_norm_` does."""
     squares = [g.square().flatten(1).sum(1) if g.dim() > 1 else g.square() for g in gradients.values()]
     norm = torch.stack(squares).sum(0).sqrt()
     # 1e-6 as in torch
     scale = torch.clamp(clip.to(norm.dtype) / (norm + 1e-6), max=1.0)
-    return {n: g * _lanes(scale, g).to(g.dtype) for n, g in gradients.items()}
+    return _by_piece(pieces, lambda g: g * _lanes(scale, g).to(g.dtype), gradients)
 
 
 def _place_update(
@@ -244,7 +262,9 @@ def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.N
     total = flags[0]
     for flag in flags[1:]:
         with graph.inserting_after(last):
-            last = total = graph.call_function(torch.ops.aten.logical_or.default, (total, flag))
+            total = graph.call_function(torch.ops.aten.logical_or.default, (total, flag))
+        total.meta = {"val": flags[0].meta["val"], "segment": last.meta["segment"]}
+        last = total
     return total, last
 
 
@@ -256,7 +276,9 @@ def _example(node: fx.Node) -> Tensor:
 
 def _write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:
     with graph.inserting_after(last):
-        return graph.call_function(torch.ops.aten.copy_.default, (target, value))
+        write = graph.call_function(torch.ops.aten.copy_.default, (target, value))
+    write.meta = {"val": target.meta["val"], "segment": last.meta["segment"]}
+    return write
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -267,18 +289,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 def _latest(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Node:
     wanted = set(nodes)
     return [n for n in graph.nodes if n in wanted][-1]
-
-
-def _hoist(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Move nodes, and all that they need, to the top, so that what reads them need not wait for the end."""
-    needed, waiting = set[fx.Node](), list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    # in the order in which they stood
-    for node in [n for n in graph.nodes if n in needed and n.op != "placeholder"]:
-        last.append(node)
-        last = node

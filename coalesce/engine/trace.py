@@ -1,7 +1,9 @@
 """Tracing: a Python function of tensors as a flat list of aten operations without mutation.
 
-The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx` and the
-compiler's decomposition table. Tried on torch 2.13.0.
+The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx`, its mode, and
+the compiler's decomposition table. Tried on torch 2.13.0.
+
+Every node of a trace has a number in `meta["segment"]`: how often `cut_here` was called before it was made.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
@@ -39,17 +41,50 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
         make = make_fx(function, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
         traced = make(*inputs)
         if _writes(traced):
+            number(traced.graph)
             # Mutations inside (BatchNorm's statistics, h[:, 0] = 0.5) need a pass of their own: functionalised
             # together with vmap and the decompositions, BatchNorm loses its statistics, since the schema of
             # native_batch_norm hides that it writes.
-            pure = functionalize(traced, remove="mutations")
+            pure = functionalize(_Cutting(traced).run, remove="mutations")
             make = make_fx(pure, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = make(*inputs)
+    number(traced.graph)
     traced.graph.eliminate_dead_code()
     left = _writes(traced)
     if left:
         raise AssertionError(f"operations that write remain in the trace: {left}")
     return traced
+
+
+def cut_here() -> None:
+    """Begin a new segment of the trace that is being made. Outside of a trace nothing happens."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        number(mode.tracer.graph)
+
+
+def number(graph: fx.Graph) -> None:
+    """Give the nodes at a graph's end that have no segment yet the next one."""
+    fresh = []
+    latest = -1
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder":
+            break
+        if "segment" in node.meta:
+            latest = node.meta["segment"]
+            break
+        fresh.append(node)
+    for node in fresh:
+        node.meta["segment"] = latest + 1
+
+
+class _Cutting(fx.Interpreter):
+    """Runs a trace, and cuts the one that is made of it in the same places."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "placeholder" and n.prev.meta.get("segment", n.meta["segment"]) != n.meta["segment"]:
+            cut_here()
+        return super().run_node(n)
 
 
 def _writes(module: fx.GraphModule) -> list[fx.Node]:
@@ -79,12 +114,12 @@ def inline(
         graph: where to.
         module: as `trace` made it, without constants.
         arguments: for its placeholders.
-        after: the node behind which the copy stands.
+        after: the node behind which, and in whose segment, the copy stands.
 
     Returns:
         The nodes of its outputs, and the last node that was inserted (``after``, if there was none).
     """
-    places = iter(arguments)
+    places, segment = iter(arguments), after.meta["segment"]
     copies: dict[fx.Node, fx.Node] = {}
     outputs: list[fx.Node] = []
     for node in module.graph.nodes:
@@ -95,6 +130,7 @@ def inline(
         elif node.op == "call_function":
             with graph.inserting_after(after):
                 after = copies[node] = graph.node_copy(node, lambda n: copies[n])
+            after.meta["segment"] = segment
         else:
             raise AssertionError(f"a rule may hold no constant tensor: {node.format_node()}")
     return outputs, after

@@ -17,6 +17,8 @@ class Trainer:
         every: steps between two host boundaries, where metrics are recorded and lanes are read out and refilled.
         evaluate_every: steps of an experiment between two evaluations; a multiple of ``every``.
         evaluate_batch_size: samples per lane in one call of the evaluation graph.
+        pieces: patterns of the names of modules at which the step's graph is cut into segments; "auto": blocks that
+            repeat, and the layers of a large model; none: one graph.
         compile: compile the graphs (true), or run the same graphs operation by operation (false).
         check: before a cohort trains, compare its graphs with plain eager PyTorch, and stop if they differ.
         stack: false runs each experiment alone in a plain eager loop, for debugging: a breakpoint in ``loss`` works.
@@ -32,6 +34,7 @@ class Trainer:
     every: int = 100
     evaluate_every: int = 500
     evaluate_batch_size: int = 1024
+    pieces: str | tuple[str, ...] = "auto"
     compile: bool = True
     check: bool = True
     stack: bool = True
@@ -50,6 +53,7 @@ class PlannedCohort:
     Args:
         cohort: the experiments.
         width: lanes of its graph.
+        pieces: the modules at which the graph is cut; where it is cut may show in the last bit.
         parameters: parameters of one lane (elements).
         bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
         bytes_shared: the data that all lanes read.
@@ -62,6 +66,7 @@ class PlannedCohort:
     parameters: int
     bytes_per_lane: int
     bytes_shared: int
+    pieces: tuple[str, ...] = ()
     template: Any = field(default=None, repr=False, compare=False)
 
     @property

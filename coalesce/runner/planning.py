@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.pieces import choose, matching
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import Cohort, Experiment, group
@@ -55,7 +56,8 @@ def make_plan(
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        found = _check_batch_size(template) + _check_metrics(template, trainer) + _check_judged(template, trainer)
+        found = _check_batch_size(template) + _check_metrics(template, trainer)
+        found += _check_judged(template, trainer) + _check_pieces(template, trainer)
         problems |= dict.fromkeys(found)
         # cohorts that differ in their model alone have one data set: keep it once
         template.data = next((t.data for t in templates if t.data.equals(template.data)), template.data)
@@ -95,7 +97,17 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     per_lane = trained + gradients + slots + rest + template.rehearsal.saved_bytes
     parameters = sum(p.numel() for p in named.values())
     width = _width(template.cohort, trainer)
-    return PlannedCohort(template.cohort, width, parameters, per_lane, template.data.bytes, template)
+    return PlannedCohort(
+        template.cohort, width, parameters, per_lane, template.data.bytes, _pieces(template, trainer, width), template
+    )
+
+
+def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]:
+    if not trainer.stack:
+        return ()
+    if isinstance(trainer.pieces, str):
+        return choose(template.model, width)
+    return matching(template.model, trainer.pieces)
 
 
 def metric_names(template: Template) -> list[str]:
@@ -129,6 +141,15 @@ def _check_batch_size(template: Template) -> list[Problem]:
         return []
     valid = f"at most {count}, its number of samples"
     return [Problem("batch_size", size, "larger than the training data", valid)]
+
+
+def _check_pieces(template: Template, trainer: Trainer) -> list[Problem]:
+    if isinstance(trainer.pieces, str):
+        return []
+    names = [name for name, _ in template.model.named_modules() if name]
+    rule = f"matches no module of {template.task_class.__name__}'s model"
+    missing = [p for p in trainer.pieces if not matching(template.model, [p])]
+    return [Problem("trainer.pieces", p, rule, ", ".join(names), nearest(p, names)) for p in missing]
 
 
 def _check_metrics(template: Template, trainer: Trainer) -> list[Problem]:

@@ -100,9 +100,8 @@ class _CohortRun:
         self.template: Template = planned.template or Template(planned.cohort, audit=trainer.stack)
         self.lanes: Lanes | Plain
         if trainer.stack:
-            self.lanes = Lanes(
-                self.template, planned.width, trainer.device, trainer.compile, trainer.evaluate_batch_size
-            )
+            how = trainer.device, trainer.compile, trainer.evaluate_batch_size, planned.pieces
+            self.lanes = Lanes(self.template, planned.width, *how)
         else:
             self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
         self.splits = [s for s in ("val", "test") if s in self.template.data.sizes]

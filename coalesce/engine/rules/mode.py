@@ -121,13 +121,16 @@ class Rules(TorchFunctionMode):
 
     def bits(self, count: int) -> Tensor:
         """The lane's next draw, of a call number of its own: (count,) int64 in [0, 2**32)."""
-        self.calls += 1
-        return random.bits(self.key, random.Purpose.DRAW, self.step, self.calls, count)
+        return random.bits(self.key, random.Purpose.DRAW, self.step, self._call(), count)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The lane's next draw: uniform in [0, 1), multiples of 2**-24; see `random.uniform`."""
+        return random.uniform(self.key, self.step, self._call(), shape, dtype)
+
+    def _call(self) -> Tensor:
         self.calls += 1
-        return random.uniform(self.key, self.step, self.calls, shape, dtype)
+        # as a tensor, so that the graph's code is the same for every call and parts that look alike share it
+        return torch.tensor(self.calls)
 
     def open(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of torch's. What is written in Python runs under the mode, so that rules see what it calls:

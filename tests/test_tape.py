@@ -1,0 +1,244 @@
+"""The tape: a step cut into segments computes what the whole step computes.
+
+Oracle: the uncut graph, run operation by operation: the same operations in the same order, so that every bit of the
+lanes' state must be equal wherever it is cut. Compiled tapes are compared with plain PyTorch loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import coalesce
+from coalesce.engine.compiling import compilations
+from coalesce.engine.lanes import Lanes
+from coalesce.engine.pieces import choose, matching, piece_of
+from coalesce.engine.trace import cut_here, trace
+from engine_helpers import experiment, lanes_of, train_alone, worst
+
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    """A residual block with what makes cuts hard: dropout, a view of a weight, writes in place, two outputs."""
+
+    def __init__(self, size: int, dropout: float):
+        super().__init__()
+        self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
+        self.norm, self.act, self.drop = nn.BatchNorm1d(size), nn.ReLU(inplace=True), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # an in-place operation behind a boundary; the skip path must keep the value from before
+        h = self.drop(self.act(self.up(self.norm(x))))
+        h[:, 0] = 0.5
+        # read below the place where its gradient is born
+        return x + self.down(h), {"sum": state["sum"] + (self.up.weight.detach() ** 2).sum()}
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks: int, size: int, dropout: float):
+        super().__init__()
+        self.first = nn.Linear(4, size)
+        self.shared = nn.Linear(size, size)
+        self.blocks = nn.ModuleList(Block(size, dropout) for _ in range(blocks))
+        self.head = nn.Linear(size, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"sum": x.new_zeros(())}
+        # a module called twice
+        h = self.shared(torch.tanh(self.shared(self.first(x))))
+        for block in self.blocks:
+            h, state = block(h, state=state)
+        return self.head(h) + 1e-3 * state["sum"]
+
+
+class Cut(coalesce.Task):
+    """A deep model on noise."""
+
+    dtype: ClassVar[torch.dtype] = torch.float64
+
+    def __init__(self, blocks: int = 2, dropout: float = 0.2, size: int = 6):
+        self.blocks, self.dropout, self.size = blocks, dropout, size
+
+    def data(self) -> coalesce.Data:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(33, 4, generator=generator, dtype=torch.float64).to(self.dtype)
+        y = torch.randint(3, (33,), generator=generator)
+        return coalesce.Data(train=(x, y), val=(x, y))
+
+    def model(self) -> nn.Module:
+        return Deep(self.blocks, self.size, self.dropout).to(self.dtype)
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x), y), {"weight": model.get_parameter("head.weight").mean()}
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        x, y = batch
+        return {"loss": F.cross_entropy(model(x), y)}
+
+
+class Float32(Cut):
+    dtype = torch.float32
+
+
+def three(task: type[Cut] = Cut, optimizer: dict[str, Any] | None = None, **arguments: Any) -> list[Any]:
+    given = optimizer or {"name": "sgd", "momentum": 0.5}
+    return [
+        experiment(task, {"dropout": 0.1 * i, **arguments}, {**given, "lr": 0.1 * i}, "cosine", steps=STEPS, seed=i)
+        for i in (2, 1, 3)
+    ]
+
+
+def every_module(lanes: Lanes) -> tuple[str, ...]:
+    return matching(lanes.template.model, ["*"])
+
+
+@pytest.mark.parametrize("optimizer", [None, {"name": "adam", "clip_norm": 0.5}], ids=["sgd", "clipped adam"])
+def test_where_it_is_cut_changes_no_bit(optimizer: dict[str, Any] | None) -> None:
+    experiments = three(optimizer=optimizer)
+    whole = lanes_of(experiments, pieces=())
+    for pieces in (("shared", "blocks.1.norm", "head"), None, every_module(whole)):
+        lanes = lanes_of(experiments, pieces=pieces)
+        for stack in (lanes, whole):
+            for lane, one in enumerate(experiments):
+                stack.fill(lane, one)
+            stack.advance(STEPS)
+        assert lanes._step is not None
+        assert len(lanes._step[0].segments) > 3
+        assert lanes.evaluate("val") == whole.evaluate("val")
+        for name, value in lanes.state.items():
+            assert torch.equal(value, whole.state[name]), name
+    # the last one was cut at every module
+    for lane, one in enumerate(experiments):
+        assert worst(lanes, lane, train_alone(one).model) <= 1e-12
+
+
+@pytest.mark.slow
+def test_compiled_lanes_of_a_cut_graph_equal_plain_loops() -> None:
+    experiments = three()
+    lanes = lanes_of(experiments, compile=True)
+    assert lanes.pieces == ("blocks.0", "blocks.1")
+    lanes.advance(STEPS)
+    for lane, one in enumerate(experiments):
+        assert worst(lanes, lane, train_alone(one).model) <= 1e-10
+
+
+@pytest.mark.slow
+def test_a_deeper_model_of_the_same_blocks_compiles_nothing_more() -> None:
+    """Blocks that look alike share their segments, whatever number their dropout's draw has."""
+    counts = []
+    for blocks in (3, 5):
+        before = compilations()
+        # another size for each compile cache entry than in the other tests
+        lanes = lanes_of(three(Float32, blocks=blocks, size=10), compile=True)
+        lanes.prepare_step()
+        assert lanes._step is not None
+        counts.append(compilations() - before)
+        assert len(lanes._step[0].segments) == 2 * blocks + 3
+    # first and last on both ways, the loss, and one block on both ways
+    assert counts[0] <= 9
+    # the last one, which gathers the flags and the buffers of all
+    assert counts[1] <= 2
+
+
+def test_no_value_that_a_later_segment_needs_not_is_kept() -> None:
+    """What crosses a cut of the backward pass are one gradient of the stream and what the forward pass left."""
+    lanes = lanes_of(three(blocks=3), pieces=None)
+    lanes.prepare_step()
+    assert lanes._step is not None
+    segments = lanes._step[0].segments
+    given = {n: i for i, segment in enumerate(segments) for n in segment.outputs}
+    shapes = {tuple(t.shape) for name, t in lanes.state.items() if name.startswith("trained/") and t.dim() == 3}
+    for i, segment in enumerate(segments):
+        for node in segment.inputs:
+            # no gradient of a weight crosses, and no mask
+            if node in given:
+                assert tuple(node.meta["val"].shape) not in shapes, (given[node], i, node)
+
+
+def test_a_mask_is_drawn_where_it_is_used() -> None:
+    """Dropout's mask depends on keys, step and rate alone: it is computed on both ways rather than kept."""
+    lanes = lanes_of(three(Float32, size=40), pieces=None)
+    lanes.prepare_step()
+    assert lanes._step is not None
+    segments = lanes._step[0].segments
+    draws = [sum(n.target is torch.ops.aten.bitwise_xor.Tensor for n in s.module.graph.nodes) for s in segments]
+    forward, backward = draws[: len(draws) // 2], draws[len(draws) // 2 + 1 :]
+    assert sum(count > 0 for count in forward[1:]) == 2
+    assert sum(count > 0 for count in backward) == 2
+
+
+def test_the_pieces_of_a_model() -> None:
+    small = Deep(3, 6, 0.1)
+    # blocks repeat: they compile once
+    assert choose(small, 2) == ("blocks.0", "blocks.1", "blocks.2")
+    # layers that repeat are too small to cut at
+    mlp = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+    assert choose(mlp, 64) == ()
+    with torch.device("meta"):
+        # of a large model no piece holds more than an eighth
+        stack = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(12)])
+        assert choose(stack, 1) == tuple(str(i) for i in range(12))
+        large = Deep(3, 2048, 0.1)
+    assert "blocks.1.up" in choose(large, 1)
+    assert "blocks.1" not in choose(large, 1)
+    assert choose(nn.Linear(3, 3), 64) == ()
+    assert piece_of("blocks.1.up.weight", ("blocks.1", "blocks.1.up", "blocks.10")) == "blocks.1.up"
+    assert piece_of("head.weight", ("blocks.1",)) == ""
+    assert matching(small, ["blocks.*.norm"]) == ("blocks.0.norm", "blocks.1.norm", "blocks.2.norm")
+
+
+def test_a_cut_survives_the_pass_that_takes_mutations_out() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        y = x.clone()
+        y.add_(1)
+        cut_here()
+        z = y * 2
+        cut_here()
+        cut_here()
+        z.mul_(3)
+        return [z + x]
+
+    module = trace(function, [torch.ones(3)])
+    numbers = [n.meta["segment"] for n in module.graph.nodes if n.op == "call_function"]
+    assert numbers == sorted(numbers)
+    assert set(numbers) == {0, 1, 2}
+    # outside of a trace nothing happens
+    cut_here()
+
+
+class Forked(Cut):
+    """Branches a lane's parts in ways that leave a boundary without a gradient or without an operation."""
+
+    def model(self) -> nn.Module:
+        class Net(nn.Module):
+            def __init__(self, size: int):
+                super().__init__()
+                self.first, self.aside, self.none = nn.Linear(4, size), nn.Linear(4, size), nn.Identity()
+                self.frozen = nn.Linear(size, size).requires_grad_(False)
+                self.head = nn.Linear(size, 3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                with torch.no_grad():
+                    extra = self.aside(x)
+                return self.head(self.none(self.frozen(self.none(self.first(x)))) + extra)
+
+        return Net(self.size).to(self.dtype)
+
+
+def test_boundaries_without_a_gradient() -> None:
+    experiments = [experiment(Forked, {"dropout": 0.0}, {"name": "sgd", "lr": 0.1 * i}, seed=i) for i in (1, 2)]
+    lanes = lanes_of(experiments, pieces=("first", "aside", "none", "frozen", "head"))
+    lanes.advance(STEPS)
+    for lane, one in enumerate(experiments):
+        assert worst(lanes, lane, train_alone(one, STEPS).model) <= 1e-12
