@@ -6,7 +6,8 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ Handler = Callable[..., Any]
 
 #: torch function → rule; the rule gets the mode and the function's own arguments. Filled by the modules beside this.
 RULES: dict[Callable[..., Any], Handler] = {}
+
+#: What holds while a lane's code runs, for what no mode sees. Filled by the modules beside this.
+AROUND: list[Callable[[], AbstractContextManager[None]]] = []
 
 
 class Rate(float):
@@ -113,6 +117,22 @@ class Rules(TorchFunctionMode):
         self.labels = labels
         self.calls = 0
         self.stacked = not shared(key)
+        self._depth, self._around = 0, ExitStack()
+
+    def __enter__(self) -> Self:
+        # entered again for what a handler opens
+        self._depth += 1
+        if self._depth == 1:
+            for context in AROUND:
+                self._around.enter_context(context())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._depth -= 1
+        if self._depth == 0:
+            self._around.close()
 
     def saw_labels(self, scores: Tensor, target: Tensor, ignore_index: int) -> None:
         """Note integer labels that a loss was given beside scores of (B, C, …) or (C,)."""
@@ -161,6 +181,9 @@ class Rules(TorchFunctionMode):
 
     def _explain(self, func: Callable[..., Any], error: Exception, given: Sequence[Any]) -> TaskError | None:
         name = getattr(func, "__name__", str(func))
+        if name == "custom_function_call":
+            # a user's own Function: `functions` explains it, by its class
+            return None
         text = str(error)
         given = [carried(g) for g in given]
         hit = [path for path, value in self.riding.items() if any(value is g for g in given)]
