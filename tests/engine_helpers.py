@@ -25,7 +25,7 @@ from coalesce.engine.lanes import Lanes
 from coalesce.engine.template import Template, task_class
 from coalesce.experiment import Experiment, group
 from coalesce.optim import OPTIMIZERS, SCHEDULES
-from coalesce.random import key_of, shuffled, uniform
+from coalesce.random import Purpose, bits, key_of, shuffled, uniform
 from coalesce.task import Task
 from optim_rows import BY_RULE
 from schedule_oracles import make_scheduler
@@ -120,12 +120,15 @@ class Alone:
     losses: list[float] = field(default_factory=list)
 
 
-def train_alone(experiment: Experiment, steps: int | None = None, after: Callable[..., None] | None = None) -> Alone:
+def train_alone(
+    experiment: Experiment, steps: int | None = None, after: Callable[..., None] | None = None, draws: bool = False
+) -> Alone:
     """The experiment as stock PyTorch trains it.
 
     Args:
         steps: how many of its steps to take; all by default.
         after: called with (step, task, model) after each update.
+        draws: its loss draws by torch's random functions, for which the rules of a lane are used.
     """
     alone = build_alone(experiment)
     task, model = alone.task, alone.model
@@ -179,16 +182,63 @@ def make_optimizer(model: nn.Module, experiment: Experiment) -> tuple[torch.opti
 
 @contextmanager
 def stream_dropout(key: Tensor, step: int) -> Iterator[None]:
-    """Dropout layers draw from the stream of (key, step), call after call. The masks are applied by hand."""
+    """Layers that draw do so from the stream of (key, step), call after call. What is done with the draws is written
+    out by hand, as torch's documentation and the papers have it."""
     calls = 0
 
-    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def mask(shape: Sequence[int], dtype: torch.dtype, p: float) -> Tensor:
         nonlocal calls
+        calls += 1
+        return uniform(key, torch.tensor(step), calls, shape, dtype) >= p
+
+    def fine(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Of 53 bits."""
+        nonlocal calls
+        calls += 1
+        assert dtype == torch.float64
+        words = bits(key, Purpose.DRAW, torch.tensor(step), calls, 2 * math.prod(shape)).view(2, *shape)
+        return ((words[0] << 21) + (words[1] >> 11)).double() / 2.0**53
+
+    def channels(input: Tensor) -> Sequence[int]:
+        return (*input.shape[:2], *[1] * (input.dim() - 2))
+
+    def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training:
             return input
-        calls += 1
-        kept = uniform(key, torch.tensor(step), calls, input.shape, input.dtype) >= p
-        return torch.where(kept, input / (1 - p) if p < 1 else input, 0.0)
+        return torch.where(mask(input.shape, input.dtype, p), input / (1 - p) if p < 1 else input, 0.0)
+
+    def dropout_channels(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training:
+            return input
+        return torch.where(mask(channels(input), input.dtype, p), input / (1 - p), 0.0)
+
+    def alpha(input: Tensor, p: float, shape: Sequence[int]) -> Tensor:
+        """SELU's lowest value where it is dropped; then mean 0 and variance 1 again."""
+        lowest = -1.6732632423543772 * 1.0507009873554805
+        q = 1 - p
+        scale = (q + lowest**2 * q * (1 - q)) ** -0.5
+        dropped = torch.where(mask(shape, input.dtype, p), input, lowest)
+        return scale * dropped - scale * (1 - q) * lowest
+
+    def alpha_dropout(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        return alpha(input, p, input.shape) if training else input
+
+    def feature_alpha_dropout(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Tensor:
+        return alpha(input, p, channels(input)) if training else input
+
+    def rrelu(
+        input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+    ) -> Tensor:
+        slope = fine(input.shape, input.dtype) * (upper - lower) + lower if training else (lower + upper) / 2
+        return torch.where(input > 0, input, input * slope)
+
+    def fractional(function: Callable[..., Any], dims: int) -> Callable[..., Any]:
+        """torch takes the numbers that say where the windows lie."""
+
+        def pool(input: Tensor, *args: Any, _random_samples: None = None, **kwargs: Any) -> Any:
+            return function(input, *args, _random_samples=fine((*input.shape[:2], dims), input.dtype), **kwargs)
+
+        return pool
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, dropout_p: float = 0.0) -> Tensor:
         """As the documentation of `scaled_dot_product_attention` defines it, without masks."""
@@ -218,9 +268,21 @@ def stream_dropout(key: Tensor, step: int) -> Iterator[None]:
 
         return layers
 
+    by_hand = {
+        "dropout": dropout,
+        "dropout1d": dropout_channels,
+        "dropout2d": dropout_channels,
+        "dropout3d": dropout_channels,
+        "alpha_dropout": alpha_dropout,
+        "feature_alpha_dropout": feature_alpha_dropout,
+        "rrelu": rrelu,
+        "fractional_max_pool2d": fractional(F.fractional_max_pool2d, 2),
+        "fractional_max_pool3d": fractional(F.fractional_max_pool3d, 3),
+        "scaled_dot_product_attention": attention,
+    }
     with ExitStack() as stack:
-        stack.enter_context(patch.object(F, "dropout", dropout))
-        stack.enter_context(patch.object(F, "scaled_dot_product_attention", attention))
+        for name, function in by_hand.items():
+            stack.enter_context(patch.object(F, name, function))
         for name in ("gru", "lstm"):
             stack.enter_context(patch.object(torch._VF, name, recurrent(getattr(torch, name))))
         yield

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 import coalesce
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.rules import Rules
 from coalesce.experiment import Experiment
-from engine_helpers import Alone, experiment, lanes_of, train_alone, worst
+from coalesce.random import key_of
+from engine_helpers import Alone, experiment, lanes_of, stream_dropout, train_alone, worst
 
 STEPS, SAMPLES, BATCH = 3, 25, 6
 
@@ -42,6 +44,8 @@ class Row:
             normalisation.
         tolerance: largest difference of a weight, buffer or loss from the plain loop after three steps. What is above
             1e-10 says why in the row.
+        draws: the loss itself draws random numbers. Then the plain loop runs under the same rules, which
+            `test_rules_draws.py` looks at.
         compiled: keep the laws compiled as well, marked slow. A row takes 10 to 30 seconds, so one row of a kind does.
         slow: too slow for the plain suite, eager as well.
     """
@@ -53,6 +57,7 @@ class Row:
     loss: Callable[[nn.Module, Tensor, Tensor, Any], Tensor] | None = None
     zero: tuple[str, ...] = ()
     tolerance: float = 1e-10
+    draws: bool = False
     compiled: bool = False
     slow: bool = False
 
@@ -121,7 +126,7 @@ class Stand:
 
     @functools.cached_property
     def alone(self) -> list[Alone]:
-        return [train_alone(one) for one in self.experiments]
+        return [train_alone(one, draws=self.row.draws) for one in self.experiments]
 
     def train(self, placed: list[Experiment | None]) -> list[dict[str, Tensor]]:
         """Fill the lanes, train, and return each lane's weights, buffers and losses. None is a lane of NaN."""
@@ -160,7 +165,10 @@ class Stand:
         found = self.lanes.evaluate("val")["loss"]
         for lane, alone in enumerate(self.alone):
             alone.model.eval()
-            with torch.no_grad():
+            # fractional pooling draws in evaluation as well
+            key = key_of(self.experiments[lane].seed)
+            stream = Rules(key, torch.tensor(STEPS), {}) if self.row.draws else stream_dropout(key, STEPS)
+            with torch.no_grad(), stream:
                 expected = alone.task.metrics(alone.model, alone.task.data().splits["val"])["loss"]
             # a parameter that is noise may have its part in the evaluation
             assert found[lane] == pytest.approx(expected.item(), abs=max(self.row.tolerance, 1e-10))

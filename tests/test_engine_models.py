@@ -1,4 +1,4 @@
-"""Models that do more than multiply: normalisation, attention, buffers, tied and frozen parameters, views, writes.
+"""Models that are no rows of the table of modules: attention, layouts, extras, dtypes; and where updates stand.
 
 Oracle: the plain loop, in float64, with another seed, learning rate and float in every lane. Rates are large and the
 optimiser is plain SGD, so that a gradient or a read that is off shows at once.
@@ -87,19 +87,6 @@ def check(task: type[Small], steps: int = STEPS, tolerance: float = 1e-12, leave
     return lanes
 
 
-class BatchNorm(Small):
-    def model(self) -> nn.Module:
-        return nn.Sequential(
-            nn.Linear(4, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(self.a), nn.Linear(5, 3)
-        ).double()
-
-
-def test_batch_norm() -> None:
-    # the gradient of a bias in front of BatchNorm is zero in mathematics and noise in numbers
-    lanes = check(BatchNorm, leave_out=("0.bias",))
-    assert [lanes.state_dict(lane)["1.num_batches_tracked"].item() for lane in range(3)] == [STEPS] * 3
-
-
 class Convolutions(Small):
     def model(self) -> nn.Module:
         head = [nn.Flatten(), nn.GroupNorm(2, 24), nn.Linear(24, 3)]
@@ -130,73 +117,6 @@ class Encoder(Small):
     def model(self) -> nn.Module:
         layer = nn.TransformerEncoderLayer(4, 2, 7, dropout=self.a, batch_first=True)
         return nn.Sequential(nn.Unflatten(1, (1, 4)), layer, nn.Flatten(), nn.Linear(4, 3)).double()
-
-
-class WritesIntoActivations(Small):
-    def model(self) -> nn.Module:
-        def between(net: Any, h: Tensor) -> Tensor:
-            h = torch.tanh(h).clone()
-            h[:, 0] = 0.5
-            h[:, 1].mul_(2).add_(self.a)
-            return F.relu(h, inplace=True)
-
-        return Net(between)
-
-
-class Buffers(Small):
-    """One buffer assigned, one written in place, one of integers, one without place in the state_dict."""
-
-    def model(self) -> nn.Module:
-        def between(net: Any, h: Tensor) -> Tensor:
-            h = torch.tanh(h)
-            net.assigned = 0.9 * net.assigned + 0.1 * h.detach().mean(0)
-            net.written.mul_(0.5).add_(h.detach().mean(0))
-            net.hidden.copy_(net.written * 2)
-            net.count += 1
-            return h * (1 + net.assigned + net.hidden) / net.count
-
-        zeros = torch.zeros(5, dtype=torch.float64)
-        net = Net(between, assigned=zeros, written=zeros.clone(), count=torch.tensor(0))
-        net.register_buffer("hidden", zeros.clone(), persistent=False)
-        return net
-
-
-class ReadsBelow(Small):
-    """A parameter is read, detached, in a lower layer than the one where its gradient is born."""
-
-    def model(self) -> nn.Module:
-        def between(net: Any, h: Tensor) -> Tensor:
-            low = torch.tanh(h @ net.middle.weight.detach().T)
-            return torch.tanh(net.middle(low.detach()) + low)
-
-        return Net(between, middle=nn.Linear(5, 5))
-
-
-class ReadsViewsBelow(Small):
-    """The same by pieces of it: views of views, split and unbound."""
-
-    def model(self) -> nn.Module:
-        def between(net: Any, h: Tensor) -> Tensor:
-            left, right = net.middle.detach().chunk(2, 1)
-            rows = net.middle.detach().unbind(0)
-            low = torch.cat([torch.sin(h @ left), torch.cos(h @ right)], 1)[:, :5] * rows[2][:5]
-            return torch.tanh(low.detach() @ net.middle[:, :5] + low)
-
-        return Net(between, middle=nn.Parameter(torch.randn(5, 6)))
-
-
-class Pieces(Small):
-    """A parameter that is used by pieces in several layers."""
-
-    def model(self) -> nn.Module:
-        def between(net: Any, h: Tensor) -> Tensor:
-            for weight in net.stack.unbind(0):
-                h = torch.tanh(h @ weight)
-            for weight in net.flat.view(2, 5, 5).split(1):
-                h = torch.tanh(h @ weight[0].T)
-            return h
-
-        return Net(between, stack=nn.Parameter(torch.randn(3, 5, 5)), flat=nn.Parameter(torch.randn(50)))
 
 
 class Tied(Small):
@@ -330,12 +250,6 @@ class Functions(Small):
         Convolutions,
         AttentionWithWeights,
         Encoder,
-        WritesIntoActivations,
-        Buffers,
-        ReadsBelow,
-        ReadsViewsBelow,
-        Pieces,
-        Tied,
         WeightNorm,
         Functions,
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 import modules_layers  # noqa: F401
+import modules_losses  # noqa: F401
 import modules_recurrent  # noqa: F401
+import modules_state  # noqa: F401
 from module_table import LAWS, cases, stand
 
 # operations without a rule for lanes of their own are done lane by lane: slow, and right

@@ -39,7 +39,9 @@ class Instance:
         return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     @contextmanager
-    def holding(self, tensors: MutableMapping[str, Tensor], riding: Mapping[Path, Any]) -> Iterator[None]:
+    def holding(
+        self, tensors: MutableMapping[str, Tensor], riding: Mapping[Path, Any], traced: bool = False
+    ) -> Iterator[None]:
         """Put tensors in the place of parameters and buffers, and values in the place of attributes, for a while.
 
         (`torch.func.functional_call` leaves its tensors behind in a module that stands in the model twice, and knows
@@ -49,12 +51,14 @@ class Instance:
             tensors: name → tensor for each of `tensors`. At the end, a buffer that the code in the block replaced
                 is replaced here.
             riding: path → value.
+            traced: the code in the block is traced, and what would ask for a tensor's value is replaced.
         """
         # a buffer that an earlier call made, where there was None, belongs to that call
         names = {id(t): n for n, t in self.tensors().items() if n in tensors}
         places: list[tuple[Any, str, Tensor]] = []
         aliases: dict[Path, Any] = {p: tensors[name] for p, name in self._aliases.items() if name in tensors}
-        aliases |= self._cumulative
+        if traced:
+            aliases |= self._cumulative
         for module in self.model.modules():
             for kept in (module._parameters, module._buffers):
                 places += [(kept, key, t) for key, t in kept.items() if t is not None and id(t) in names]

@@ -81,7 +81,7 @@ def _run(
     named = {spell(path): value for path, value in riding.items()}
     origins = {spell(path): origin for path, origin in template.origins.items()}
     rules = Rules(key, step, named, origins=origins)
-    with instance.holding(tensors, riding), _unchecked_distributions(), rules, own_code(what):
+    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), rules, own_code(what):
         return method(instance.model, batch)
 
 
