@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import coalesce
 from coalesce.configuration import rides
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template, task_class
 from coalesce.experiment import Experiment, group
 from coalesce.optim import OPTIMIZERS, SCHEDULES
@@ -144,7 +145,8 @@ def train_alone(
         optimizer.zero_grad()
         losses = []
         for number, piece in enumerate(index.chunk(count)):
-            with stream_dropout(key, step * count + number):
+            call = step * count + number
+            with Rules(key, torch.tensor(call), {}) if draws else stream_dropout(key, call):
                 loss = task.loss(model, data.batch("train", piece))
             loss = loss[0] if isinstance(loss, tuple) else loss
             (loss / count).backward()

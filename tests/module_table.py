@@ -168,8 +168,9 @@ class Stand:
             # fractional pooling draws in evaluation as well
             key = key_of(self.experiments[lane].seed)
             stream = Rules(key, torch.tensor(STEPS), {}) if self.row.draws else stream_dropout(key, STEPS)
+            batch = alone.task.data().splits["val"]
             with torch.no_grad(), stream:
-                expected = alone.task.metrics(alone.model, alone.task.data().splits["val"])["loss"]
+                expected = alone.task.metrics(alone.model, batch)["loss"]
             # a parameter that is noise may have its part in the evaluation
             assert found[lane] == pytest.approx(expected.item(), abs=max(self.row.tolerance, 1e-10))
             after = self.lanes.state_dict(lane)

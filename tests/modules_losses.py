@@ -108,7 +108,6 @@ rows(
         ),
         loss=pairs,
     ),
-    # torch has no rule for lanes: done lane by lane, with its warning
     Row("CTCLoss", lambda a: Head(nn.CTCLoss()), loss=sequence),
     Row("losses that draw", lambda a: Head(), loss=noisy, draws=True, compiled=True),
 )

@@ -79,6 +79,7 @@ SHAPES: dict[str, Function] = {
     "__getitem__": lambda h, a: h[h > a].mean(),
     "nonzero": lambda h, a: (h > a).nonzero().double().mean(),
     "unique": lambda h, a: h.unique().mean(),
+    "one_hot": lambda h, a: h * F.one_hot(h.argmax(-1)),
     "masked_select": lambda h, a: h.masked_select(h > a).mean(),
 }
 

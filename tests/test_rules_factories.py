@@ -90,6 +90,7 @@ FACTORIES: dict[str, Function] = {
     "tensor": lambda h, a: torch.tensor([[1, 2], [3, 4]]),
     "tensor of mixed kinds": lambda h, a: torch.tensor([True, 2, 3.0]),
     "tensor of tensors": lambda h, a: torch.tensor([torch.tensor(2), 3]),
+    "one_hot": lambda h, a: torch.nn.functional.one_hot(torch.tensor([[0, 2], [1, 2]]), 4),
     "scalar": lambda h, a: torch.zeros(()),
 }
 

@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from coalesce.engine.rules.lines import user_line
 from coalesce.engine.rules.mode import Rules, rule, shared
+from coalesce.errors import TaskError
 
 #: What `new_zeros` and its like understand; any other option leaves the call to torch.
 _OPTIONS = {"dtype", "device", "requires_grad", "pin_memory", "layout"}
@@ -128,6 +131,19 @@ def clone(rules: Rules, input: Tensor, *, memory_format: Any = torch.preserve_fo
     if not rules.stacked or not shared(input):
         return copy
     return rules.key.new_empty(input.shape, dtype=input.dtype, device=input.device).copy_(copy)
+
+
+@rule(F.one_hot)
+def one_hot(rules: Rules, tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if not rules.stacked:
+        return F.one_hot(tensor, num_classes)
+    if num_classes < 0:
+        raise TaskError(
+            f"one_hot() without num_classes gives a result whose shape depends on the values of a tensor: give "
+            f"num_classes.\n{user_line()}"
+        )
+    # torch looks at the values; the plain step before the trace has done so
+    return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
 
 
 @rule(Tensor.__setitem__)

@@ -242,7 +242,8 @@ def multilabel_margin_loss(
     # the labels of a sample end at the first that is below 0
     counted = (labels >= 0).to(torch.int64).cumprod(-1).bool()
     labels = torch.where(counted, labels, 0)
-    among = (F.one_hot(labels, scores.shape[1]) * counted[..., None]).sum(1) > 0
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    among = ((labels[..., None] == classes) & counted[..., None]).any(1)
     short = (1 - scores.gather(1, labels)[:, :, None] + scores[:, None, :]).clamp(min=0)
     loss = torch.where(counted[:, :, None] & ~among[:, None, :], short, 0.0).sum((1, 2)) / scores.shape[1]
     return _reduce(loss if input.dim() > 1 else loss[0], reduction, size_average, reduce)
