@@ -68,18 +68,9 @@ def writes(a: Any) -> nn.Module:
     return Net(between)
 
 
-def reads_below(a: Any) -> nn.Module:
-    """A parameter is read, detached, in a lower layer than the one where its gradient is born."""
-
-    def between(net: Any, h: Tensor) -> Tensor:
-        low = torch.tanh(h @ net.middle.weight.detach().T)
-        return torch.tanh(net.middle(low.detach()) + low)
-
-    return Net(between, middle=nn.Linear(6, 6))
-
-
 def reads_views_below(a: Any) -> nn.Module:
-    """The same by pieces of it: views of views, split and unbound."""
+    """A parameter is read, detached, by views of views, split and unbound, in a lower layer than the one where its
+    gradient is born."""
 
     def between(net: Any, h: Tensor) -> Tensor:
         left, right = net.middle.detach().chunk(2, 1)
@@ -108,7 +99,6 @@ rows(
     Row("frozen and unused", partly),
     Row("buffers", buffers),
     Row("writes", writes, compiled=True),
-    Row("reads below", reads_below),
     Row("reads views below", reads_views_below),
     Row("pieces", pieces),
 )

@@ -119,6 +119,17 @@ class Encoder(Small):
         return nn.Sequential(nn.Unflatten(1, (1, 4)), layer, nn.Flatten(), nn.Linear(4, 3)).double()
 
 
+class ReadsBelow(Small):
+    """A parameter is read, detached, in a lower layer than the one where its gradient is born."""
+
+    def model(self) -> nn.Module:
+        def between(net: Any, h: Tensor) -> Tensor:
+            low = torch.tanh(h @ net.middle.weight.detach().T)
+            return torch.tanh(net.middle(low.detach()) + low)
+
+        return Net(between, middle=nn.Linear(5, 5))
+
+
 class Tied(Small):
     def model(self) -> nn.Module:
         def between(net: Any, h: Tensor) -> Tensor:
@@ -248,6 +259,7 @@ class Functions(Small):
     "task",
     [
         Convolutions,
+        ReadsBelow,
         AttentionWithWeights,
         Encoder,
         WeightNorm,
