@@ -161,19 +161,19 @@ class _CohortRun:
             if done:
                 self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
         ended = {lane for lane, slot in busy if not reading.alive[lane] or slot.steps >= slot.experiment.steps}
-        judged = [(lane, slot) for lane, slot in busy if lane not in ended and self._is_judged(slot)]
+        judged = {lane: slot for lane, slot in busy if lane not in ended and self._is_judged(slot)}
+        asked = {lane for lane, slot in judged.items() if _monitored(slot).startswith("val/")}
         due = [
             (lane, slot)
             for lane, slot in busy
-            if reading.alive[lane]
-            and (lane in ended or slot.steps % self.trainer.evaluate_every == 0 or (lane, slot) in judged)
+            if reading.alive[lane] and (lane in ended or lane in asked or slot.steps % self.trainer.evaluate_every == 0)
         ]
         if due and "val" in self.splits:
             found = self.lanes.evaluate("val")
             for lane, slot in due:
                 self._record(slot, {f"val/{n}": values[lane] for n, values in found.items()})
         if judged:
-            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged})
+            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
         finished = [(lane, slot) for lane, slot in due if lane in ended]
         if finished and "test" in self.splits:
             found = self.lanes.evaluate("test")
