@@ -274,5 +274,9 @@ class Lanes:
 
     def _tape(self, module: fx.GraphModule, inputs: Sequence[Tensor], names: Sequence[str], constants: int) -> Tape:
         """A graph that takes some of the state, data, and constants."""
-        cheap = [i for i, name in enumerate(names) if name.startswith(("lane/", "riding/", "optimizer/", "schedule/"))]
+        cheap = [
+            i
+            for i, name in enumerate(names)
+            if name.startswith(("lane/", "riding/", "optimizer/", "schedule/", "verdict/"))
+        ]
         return Tape(module, inputs, self.compile, [*cheap, *range(len(inputs) - constants, len(inputs))])
