@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,10 +33,14 @@ class Course:
     Args:
         steps: to take.
         breaks: the step at which its loss turns NaN; beyond ``steps``, never. 0: it cannot be built.
+        judged: its schedule looks at a metric after so many stops of the trainer, or never.
+        monitor: that metric.
     """
 
     steps: int
     breaks: int
+    judged: int | None
+    monitor: str
 
     @property
     def taken(self) -> int:
@@ -61,6 +66,7 @@ class NumberLanes:
 
     def __init__(self, template: Any, width: int, *_: Any):
         self.courses: dict[int, Course] = template.courses
+        self.judged: list[tuple[int, int, float]] = template.judged
         self.held: list[Experiment | None] = [None] * width
         self.steps = [0] * width
         self.alive = [False] * width
@@ -97,8 +103,21 @@ class NumberLanes:
         pairs = zip(self.held, self.steps, strict=True)
         return {"score": [score(held.seed, step) if held is not None else 0.0 for held, step in pairs]}
 
+    def observe(self, values: Mapping[int, float]) -> None:
+        assert values, "asked to judge nobody"
+        for lane, value in values.items():
+            held = self.held[lane]
+            assert held is not None
+            self.judged.append((held.seed, self.steps[lane], value))
 
-COURSES = st.builds(Course, st.integers(1, 40), st.one_of(st.just(10**9), st.integers(0, 45)))
+
+COURSES = st.builds(
+    Course,
+    st.integers(1, 40),
+    st.one_of(st.just(10**9), st.integers(0, 45)),
+    st.none() | st.integers(1, 3),
+    st.sampled_from(["val/score", "train/loss"]),
+)
 
 
 @given(
@@ -112,12 +131,19 @@ COURSES = st.builds(Course, st.integers(1, 40), st.one_of(st.just(10**9), st.int
 def test_each_experiment_is_told_what_it_would_be_told_alone(
     courses: list[Course], width: int, every: int, factor: int, mode: str, cohorts: int
 ) -> None:
-    experiments = tuple(experiment({"seed": n, "steps": course.steps}) for n, course in enumerate(courses))
+    experiments = tuple(
+        experiment({"seed": n, "steps": course.steps, "schedule": schedule(course, every)})
+        for n, course in enumerate(courses)
+    )
     dealt = [experiments[n::cohorts] for n in range(cohorts) if experiments[n::cohorts]]
     planned = tuple(PlannedCohort(Cohort(n, members, ()), width, 1, 1, 1) for n, members in enumerate(dealt))
-    trainer = Trainer(every=every, evaluate_every=every * factor, monitor="val/score", mode=mode, threads=1)
+    trainer = Trainer(
+        every=every, evaluate_every=every * factor, monitor="val/score", mode=mode, threads=1, check=False
+    )
     plan = Plan("made_up", ("seed", "steps"), experiments, planned, trainer)
-    template = SimpleNamespace(courses=dict(enumerate(courses)), data=SimpleNamespace(sizes={"train": 1, "val": 1}))
+    judged: list[tuple[int, int, float]] = []
+    sizes = SimpleNamespace(sizes={"train": 1, "val": 1})
+    template = SimpleNamespace(courses=dict(enumerate(courses)), data=sizes, judged=judged)
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "Lanes", NumberLanes)
@@ -136,7 +162,23 @@ def test_each_experiment_is_told_what_it_would_be_told_alone(
         best = pick(values, key=lambda step: values[step]) if values else None
         assert result.best_step == best
         assert dict(result.best) == ({"val/score": values[best]} if best is not None else {})
+        assert str([entry[1:] for entry in judged if entry[0] == seed]) == str(judgements(seed, course, every))
     check_progress(recorder, plan)
+
+
+def schedule(course: Course, every: int) -> dict[str, Any]:
+    if course.judged is None:
+        return {"name": "constant"}
+    return {"name": "plateau", "monitor": course.monitor, "every": every * course.judged}
+
+
+def judgements(seed: int, course: Course, every: int) -> list[tuple[int, float]]:
+    """The steps at which an experiment is judged, and the metric: by its own clock, as long as it goes on."""
+    if course.judged is None:
+        return []
+    metric = score if course.monitor == "val/score" else train_loss
+    own = every * course.judged
+    return [(step, metric(seed, step)) for step in range(own, course.taken + 1, own) if step < course.steps]
 
 
 def alone(seed: int, course: Course, every: int, evaluate_every: int) -> list[tuple[int, dict[str, float]]]:
@@ -149,7 +191,8 @@ def alone(seed: int, course: Course, every: int, evaluate_every: int) -> list[tu
         curve.append((step, {"train/loss": train_loss(seed, step)}))
         # one that broke in between is looked at too late: only its last sound loss is known
         sound = step % every == 0 or course.status == "finished"
-        if sound and (step % evaluate_every == 0 or step == course.steps):
+        asked = course.monitor == "val/score" and step in dict(judgements(seed, course, every))
+        if sound and (step % evaluate_every == 0 or step == course.steps or asked):
             curve.append((step, {"val/score": score(seed, step)}))
     return curve
 

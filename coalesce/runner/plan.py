@@ -10,7 +10,8 @@ from coalesce.experiment import Cohort, Experiment
 
 @dataclass(frozen=True)
 class Trainer:
-    """How experiments are run; nothing here belongs to an experiment's id.
+    """How experiments are run; nothing here belongs to an experiment's id (but see `Hyper.follows`: some stand in for
+    settings of the experiment's that were left open).
 
     Args:
         width: lanes per graph, or "auto": as many as the cohort has experiments.
