@@ -104,7 +104,7 @@ def main() -> None:
         for lane, experiment in enumerate(experiments):
             lanes.fill(lane, experiment)
         trace_s = timed(lanes.prepare_step)
-        lanes.compile, lanes._step = True, None
+        lanes.compile, lanes._steps = True, {}
         with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
             compile_s = timed(lanes.prepare_step) - trace_s
         lanes.advance(3)

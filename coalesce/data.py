@@ -135,6 +135,14 @@ class Data:
         moved._leaves = {split: [leaf.to(device) for leaf in leaves] for split, leaves in self._leaves.items()}
         return moved
 
+    def cut(self, train: Tensor, val: Tensor) -> Data:
+        """The data with other training and validation splits: samples of the training split, by their indices."""
+        leaves = self._leaves["train"]
+        made = copy.copy(self)
+        made._leaves = {name: [gather(t, index) for t in leaves] for name, index in (("train", train), ("val", val))}
+        made._leaves |= {name: kept for name, kept in self._leaves.items() if name not in made._leaves}
+        return made
+
     def equals(self, other: Data) -> bool:
         """Whether two hold the same samples, bit for bit, in the same structure."""
         if self._spec != other._spec or self.sizes != other.sizes:

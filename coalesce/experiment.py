@@ -10,7 +10,12 @@ from functools import cached_property
 from typing import Any
 
 #: The keys of an experiment's configuration: everything that determines its result, and nothing else.
-KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed")
+KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed", "data")
+
+#: The key ``data``, which batches are made of: its keys, the defaults that they were introduced with, and the words of
+#: ``remainder``. They are younger than the rest: a configuration may leave them out.
+DATA: Mapping[str, Any] = {"remainder": "straddle", "fold": None}
+REMAINDERS = ("straddle", "drop", "short")
 
 #: Those of them of which whole options are swept: ``optimizer: [sgd, adamw]``.
 GROUPS = ("task", "optimizer", "schedule")
@@ -59,10 +64,11 @@ def experiment_id(config: Mapping[str, Any], introduced: Mapping[str, Any] | Non
     that the ids of older experiments survive.
 
     Args:
-        config: the six keys of ``KEYS``.
+        config: the keys of ``KEYS``.
         introduced: dotted key → the default that it was introduced with, for keys younger than the first version.
     """
-    text = _text([ID_RULE, _without(config, introduced or {})])
+    younger = {f"data.{name}": default for name, default in DATA.items()} | dict(introduced or {})
+    text = _text([ID_RULE, _without(config, younger)])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -71,13 +77,19 @@ def _text(value: Any) -> str:
 
 
 def _without(config: Mapping[str, Any], introduced: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-    """The configuration without the younger keys that stand at their first default."""
+    """The configuration without the younger keys that stand at their first default, and without a mapping in which
+    nothing else stands: the mapping is as young as they are."""
     kept: dict[str, Any] = {}
     for name, value in config.items():
         dotted = _join(key, name)
         if dotted in introduced and _same(value, introduced[dotted]):
             continue
-        kept[name] = _without(value, introduced, dotted) if isinstance(value, Mapping) else value
+        if isinstance(value, Mapping):
+            inside = _without(value, introduced, dotted)
+            if inside or not value:
+                kept[name] = inside
+        else:
+            kept[name] = value
     return kept
 
 
@@ -93,7 +105,7 @@ class Experiment:
 
     Args:
         config: exactly the keys of ``KEYS``; ``task`` and ``optimizer`` and ``schedule`` are mappings with every
-            argument in them, defaults filled in.
+            argument in them, defaults filled in. ``data`` may be left out.
         values: the swept keys of this experiment, dotted, in the order of the sweep.
         introduced: see ``experiment_id``.
     """
@@ -117,6 +129,17 @@ class Experiment:
     @property
     def batch_size(self) -> int:
         return int(self.config["batch_size"])
+
+    @property
+    def remainder(self) -> str:
+        """What becomes of the samples that fill no batch at an epoch's end: one of ``REMAINDERS``."""
+        return str({**DATA, **self.config.get("data", {})}["remainder"])
+
+    @property
+    def fold(self) -> int | None:
+        """Which fold of a cross-validation it trains on; None: on all of the training split."""
+        fold = self.config.get("data", {}).get("fold")
+        return None if fold is None else int(fold)
 
     def __str__(self) -> str:
         values = ", ".join(f"{k}={v}" for k, v in self.values.items())

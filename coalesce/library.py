@@ -26,6 +26,7 @@ def sweep(
     steps: int = 1000,
     batch_size: int = 64,
     seed: int = 0,
+    data: Mapping[str, Any] | None = None,
     zip: Sequence[Sequence[str]] = (),
     **trainer: Any,
 ) -> pd.DataFrame:
@@ -38,6 +39,7 @@ def sweep(
         steps: updates per experiment.
         batch_size: B, samples per update.
         seed: of experiments whose seed is not swept.
+        data: how the samples become batches: ``remainder``; and which ``fold`` they are of.
         zip: groups of keys whose values run together instead of in all combinations.
         **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
 
@@ -62,6 +64,7 @@ def sweep(
         "steps": steps,
         "batch_size": batch_size,
         "seed": seed,
+        "data": {} if data is None else data,
     }
     problems: tuple[Problem, ...] = ()
     settings = Trainer()

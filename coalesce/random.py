@@ -111,7 +111,7 @@ def uniform(key: Tensor, step: Tensor, call: int | Tensor, shape: Sequence[int],
     return (words.to(wide) * 2.0**-24).view(tuple(shape))
 
 
-def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
+def shuffled(key: Tensor, position: Tensor, size: int | Tensor) -> Tensor:
     """The sample that stands at a position of an endless sequence of shuffled epochs.
 
     Epoch e of a seed is a permutation of ``range(size)``, keyed by (seed, e). The samples lie in a rectangle of
@@ -128,7 +128,7 @@ def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
     Args:
         key: (2,) int64.
         position: int64 of any shape: counts samples from the start of training, epoch after epoch.
-        size: N, below 2**31.
+        size: N, below 2**31; a 0-d int64 tensor gives the same bits, and is not checked.
 
     Returns:
         int64 in [0, N), of the shape of ``position``.
@@ -136,20 +136,27 @@ def shuffled(key: Tensor, position: Tensor, size: int) -> Tensor:
     Raises:
         ValueError: ``size`` is out of range.
     """
-    if not 1 <= size < 2**31:
+    columns: int | Tensor
+    if isinstance(size, Tensor):
+        # exact: a float64 holds N, and no root of an integer below 2**31 lies as near to another integer as it errs
+        columns = size.to(torch.float64).sqrt().ceil().to(torch.int64)
+    elif 1 <= size < 2**31:
+        columns = math.isqrt(size - 1) + 1
+    else:
         raise ValueError(f"size={size}: must be in [1, 2**31)")
-    columns = math.isqrt(size - 1) + 1
-    full_rows, rest = divmod(size, columns)
+    full_rows, rest = size // columns, size % columns
+    # Whether the last row is short. Where that is not known, the general formula gives the same: no column is below 0.
+    ragged = isinstance(rest, Tensor) or rest > 0
     epoch, sample = position // size, position % size
     salts = [_mix(_mix(key[i] + epoch * 0x3C6EF372) + key[1 - i]) for i in (0, 1)]
     row, column = sample // columns, sample % columns
     for i in range(SHUFFLE_ROUNDS):
         salt = salts[i % 2] + i * 0x1E3779B9
         if i % 2 == 0:
-            height = torch.where(column < rest, full_rows + 1, full_rows) if rest else full_rows
+            height = torch.where(column < rest, full_rows + 1, full_rows) if ragged else full_rows
             row = _turn(row, _mix(column * 0x165667B1 + salt), height)
         else:
-            width = torch.where(row < full_rows, columns, rest) if rest else columns
+            width = torch.where(row < full_rows, columns, rest) if ragged else columns
             column = _turn(column, _mix(row * 0x165667B1 + salt), width)
     return row * columns + column
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor, nn
@@ -95,6 +96,46 @@ class Task:
         """
         raise NotImplementedError(_lacks(type(self), "metrics"))
 
+    def folds(self, data: Data) -> Iterable[tuple[Any, Any]]:
+        """The folds of a cross-validation; needed only where ``data.fold`` is set.
+
+        Fold i of ``data.fold=i`` trains on its own samples of the training split, and is validated on others of them;
+        the test split is shared. Every fold rides: folds, seeds and rates share one graph.
+
+        Args:
+            data: as `data` returned it, without a validation split.
+
+        Returns:
+            For each fold its training and its validation indices, 0 to N - 1. What scikit-learn's ``split`` returns
+            fits: ``return KFold(5, shuffle=True, random_state=0).split(y)``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no folds(self, data)")
+
+    def outputs(self, model: nn.Module, batch: Any) -> Tensor | dict[str, Tensor]:
+        """What `summary` has to know of every sample; needed only for metrics that are no averages over samples.
+
+        Args:
+            model, batch: as in `metrics`, in whose graph this stands.
+
+        Returns:
+            A tensor (B, ...), or a dict of such: predictions, scores.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no outputs(self, model, batch)")
+
+    def summary(self, outputs: Any, split: Any) -> dict[str, float]:
+        """Metrics of a split's whole output (F1, area under a curve), recorded beside those of `metrics`.
+
+        It runs on the host, for one experiment at a time: any library will do. ``self`` holds plain floats.
+
+        Args:
+            outputs: what `outputs` returned, (N, ...): of all samples, in the split's order, on the CPU.
+            split: the split itself, with the structure of a batch; the first dimension of every leaf is N.
+
+        Returns:
+            name → a number. It is not called for outputs that hold NaN: the metrics are NaN then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no summary(self, outputs, split)")
+
 
 def missing_methods(cls: type) -> list[str]:
     """The names of the methods that a class lacks to be a task.
@@ -105,10 +146,11 @@ def missing_methods(cls: type) -> list[str]:
     >>> missing_methods(Half)
     ['loss', 'metrics']
     """
-    return [name for name in METHODS if not _defines(cls, name)]
+    return [name for name in METHODS if not defines(cls, name)]
 
 
-def _defines(cls: type, name: str) -> bool:
+def defines(cls: type, name: str) -> bool:
+    """Whether a class has a method of its own where `Task` only has a place for it."""
     method = getattr(cls, name, None)
     return callable(method) and method is not getattr(Task, name)
 

@@ -7,6 +7,7 @@ both sides see the same batches and the same dropout masks.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,13 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
 
 import coalesce
 from coalesce.configuration import rides
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template, task_class
-from coalesce.experiment import Experiment, group
+from coalesce.experiment import DATA, Experiment, group
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.random import Purpose, bits, key_of, shuffled, uniform
 from coalesce.task import Task
@@ -73,6 +75,7 @@ def experiment(
     steps: int = 10,
     batch_size: int = 8,
     seed: int = 0,
+    data: Config | None = None,
 ) -> Experiment:
     """One experiment of a task class that stands at the top level of a module."""
 
@@ -90,6 +93,7 @@ def experiment(
             "steps": steps,
             "batch_size": batch_size,
             "seed": seed,
+            "data": {**DATA, **(data or {})},
         }
     )
 
@@ -139,18 +143,20 @@ def train_alone(
     if decay is not None:
         alone.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
     data, key = task.data(), key_of(experiment.seed)
+    indices = indices_of(experiment, data.sizes["train"])
     for step in range(experiment.steps if steps is None else steps):
-        index = shuffled(key, step * size + torch.arange(size), data.sizes["train"])
+        index = next(indices)
         model.train()
         optimizer.zero_grad()
         losses = []
-        for number, piece in enumerate(index.chunk(count)):
+        for number, piece in enumerate(index.split(size // count)):
             call = step * count + number
             with Rules(key, torch.tensor(call), {}) if draws else stream_dropout(key, call):
                 loss = task.loss(model, data.batch("train", piece))
             loss = loss[0] if isinstance(loss, tuple) else loss
-            (loss / count).backward()
-            losses.append(loss.item())
+            # micro-batches weigh by their samples: the last one of a short batch may be shorter
+            (loss * len(piece) / len(index)).backward()
+            losses.append(loss.item() * len(piece) / len(index))
         if options["clip_value"] is not None:
             torch.nn.utils.clip_grad_value_(model.parameters(), options["clip_value"])
         if options["clip_norm"] is not None:
@@ -159,10 +165,25 @@ def train_alone(
         scheduler.step()
         if alone.averaged is not None:
             alone.averaged.update_parameters(model)
-        alone.losses.append(sum(losses) / count)
+        alone.losses.append(sum(losses))
         if after is not None:
             after(step, task, model)
     return alone
+
+
+def indices_of(experiment: Experiment, count: int) -> Iterator[Tensor]:
+    """The samples of an experiment's batches: cut out of one endless row, or from torch's own `DataLoader`.
+
+    Args:
+        count: N, samples of the training split.
+    """
+    key, size = key_of(experiment.seed), experiment.batch_size
+    for number in itertools.count():
+        if experiment.remainder == "straddle":
+            yield shuffled(key, number * size + torch.arange(size), count)
+        else:
+            order = shuffled(key, number * count + torch.arange(count), count).tolist()
+            yield from DataLoader(range(count), size, sampler=order, drop_last=experiment.remainder == "drop")  # type: ignore[arg-type]
 
 
 def build_alone(experiment: Experiment) -> Alone:

@@ -173,12 +173,25 @@ def test_a_first_default_is_not_what_merely_equals_it() -> None:
         assert experiment_id(change("task.younger", value), introduced) != experiment_id(CONFIG)
 
 
+def test_a_younger_mapping_is_left_out_with_all_that_is_in_it() -> None:
+    introduced = {"data.other": None}
+    for younger in ({"remainder": "straddle"}, {"remainder": "straddle", "other": None, "fold": None}):
+        assert experiment_id({**CONFIG, "data": younger}, introduced) == "1bf5b8794928"
+    assert experiment_id({**CONFIG, "data": {"remainder": "drop"}}, introduced) != "1bf5b8794928"
+    # an empty mapping that was there from the start stays: it is a value
+    empty = change("task.weights", {})
+    assert experiment_id(empty, introduced) not in (experiment_id(CONFIG), "1bf5b8794928")
+
+
 def test_an_experiment_says_what_it_is() -> None:
     experiment = Experiment(CONFIG, {"optimizer.lr": 1e-3, "seed": 7})
     assert (experiment.seed, experiment.steps, experiment.batch_size) == (7, 2000, 64)
     assert str(experiment) == f"{experiment.id} (optimizer.lr=0.001, seed=7)"
     assert str(Experiment(CONFIG)) == Experiment(CONFIG).id
-    assert set(CONFIG) == set(KEYS)
+    # made before there was a key data, which may be left out
+    assert {*CONFIG, "data"} == set(KEYS)
+    assert experiment.remainder == "straddle"
+    assert Experiment({**CONFIG, "data": {"remainder": "short"}}).remainder == "short"
 
 
 def test_leaves() -> None:

@@ -30,6 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "riding": {"params": {"task.dropout": [0.0, 0.2, 0.5], "task.scale": [0.5, 1.0]}},
     "clipped": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "clip_norm": 0.2}},
     "norm": {"arguments": {"norm": True}, "optimizer": "adam"},
+    "short": {"params": {"data.remainder": ["short"], "steps": [11, 30]}, "arguments": {"norm": True}},
+    "drop": {"params": {"data.remainder": ["drop"]}},
     "all": {
         "params": {"optimizer.lr": [0.01, 0.1], "task.dropout": [0.1, 0.3], "steps": [17, 30], "seed": [3]},
         "arguments": {"norm": True, "splits": "train val test"},

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import coalesce.runner.run as runner
 from coalesce.engine.lanes import Reading
+from coalesce.engine.summary import Evaluation
 from coalesce.errors import TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
@@ -98,10 +99,13 @@ class NumberLanes:
         loss = [train_loss(held.seed, step) if held is not None else math.nan for held, step in pairs]
         return Reading(list(self.steps), list(self.alive), {"loss": loss})
 
-    def evaluate(self, split: str) -> dict[str, list[float]]:
+    def measure(self, split: str) -> Evaluation:
         assert split == "val"
         pairs = zip(self.held, self.steps, strict=True)
-        return {"score": [score(held.seed, step) if held is not None else 0.0 for held, step in pairs]}
+        return Evaluation({"score": [score(held.seed, step) if held is not None else 0.0 for held, step in pairs]})
+
+    def summary(self, lane: int, split: str, evaluation: Evaluation) -> dict[str, float]:
+        return {}
 
     def observe(self, values: Mapping[int, float]) -> None:
         assert values, "asked to judge nobody"
@@ -142,8 +146,7 @@ def test_each_experiment_is_told_what_it_would_be_told_alone(
     )
     plan = Plan("made_up", ("seed", "steps"), experiments, planned, trainer)
     judged: list[tuple[int, int, float]] = []
-    sizes = SimpleNamespace(sizes={"train": 1, "val": 1})
-    template = SimpleNamespace(courses=dict(enumerate(courses)), data=sizes, judged=judged)
+    template = SimpleNamespace(courses=dict(enumerate(courses)), evaluated=("val",), judged=judged)
     recorder = Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "Lanes", NumberLanes)

@@ -113,8 +113,7 @@ def test_where_it_is_cut_changes_no_bit(optimizer: dict[str, Any] | None) -> Non
             for lane, one in enumerate(experiments):
                 stack.fill(lane, one)
             stack.advance(STEPS)
-        assert lanes._step is not None
-        assert len(lanes._step[0].segments) > 3
+        assert len(next(iter(lanes._steps.values()))[0].segments) > 3
         assert lanes.evaluate("val") == whole.evaluate("val")
         for name, value in lanes.state.items():
             assert torch.equal(value, whole.state[name]), name
@@ -142,9 +141,8 @@ def test_a_deeper_model_of_the_same_blocks_compiles_nothing_more() -> None:
         # another size for each compile cache entry than in the other tests
         lanes = lanes_of(three(Float32, blocks=blocks, size=10), compile=True)
         lanes.prepare_step()
-        assert lanes._step is not None
         counts.append(compilations() - before)
-        assert len(lanes._step[0].segments) == 2 * blocks + 3
+        assert len(next(iter(lanes._steps.values()))[0].segments) == 2 * blocks + 3
     # first and last on both ways, the loss, and one block on both ways
     assert counts[0] <= 9
     # the last one, which gathers the flags and the buffers of all
@@ -155,8 +153,7 @@ def test_no_value_that_a_later_segment_needs_not_is_kept() -> None:
     """What crosses a cut of the backward pass are one gradient of the stream and what the forward pass left."""
     lanes = lanes_of(three(blocks=3), pieces=None)
     lanes.prepare_step()
-    assert lanes._step is not None
-    segments = lanes._step[0].segments
+    segments = next(iter(lanes._steps.values()))[0].segments
     given = {n: i for i, segment in enumerate(segments) for n in segment.outputs}
     shapes = {tuple(t.shape) for name, t in lanes.state.items() if name.startswith("trained/") and t.dim() == 3}
     for i, segment in enumerate(segments):
@@ -170,8 +167,7 @@ def test_a_mask_is_drawn_where_it_is_used() -> None:
     """Dropout's mask depends on keys, step and rate alone: it is computed on both ways rather than kept."""
     lanes = lanes_of(three(Float32, size=40), pieces=None)
     lanes.prepare_step()
-    assert lanes._step is not None
-    segments = lanes._step[0].segments
+    segments = next(iter(lanes._steps.values()))[0].segments
     draws = [sum(n.target is torch.ops.aten.bitwise_xor.Tensor for n in s.module.graph.nodes) for s in segments]
     forward, backward = draws[: len(draws) // 2], draws[len(draws) // 2 + 1 :]
     assert sum(count > 0 for count in forward[1:]) == 2

@@ -112,12 +112,12 @@ def known_keys(
     kept, problems = {}, []
     for key, found in values.items():
         top, _, rest = key.partition(".")
-        if top in KEYS and (top in GROUPS or not rest):
+        if top in KEYS and (rest if top == "data" else top in GROUPS or not rest):
             kept[key] = found
             continue
         inside = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
         near = inside[0] if inside else nearest(key, [*known, *GROUPS])
-        valid = "keys of task, optimizer or schedule (optimizer.lr), those three themselves, steps, batch_size, seed"
+        valid = "keys of task, optimizer, schedule, data (optimizer.lr), the first three themselves, and the other keys"
         problems.append(Problem(key, list(found[:3]), "unknown key: no part of an experiment", valid, near))
     return kept, problems
 

@@ -10,7 +10,7 @@ from typing import Any
 from coalesce.configuration.tasks import TaskClass, find_task, static_of
 from coalesce.configuration.values import Kind, coerce, floats_of, kind_of_hyper
 from coalesce.errors import Problem, nearest
-from coalesce.experiment import KEYS, Experiment
+from coalesce.experiment import DATA, KEYS, REMAINDERS, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.optim.base import Rule
 from coalesce.runner.plan import Trainer
@@ -20,6 +20,8 @@ from coalesce.task import Task
 RULES: dict[str, Mapping[str, type[Rule]]] = {"optimizer": OPTIMIZERS, "schedule": SCHEDULES}
 #: The integers of a configuration and their bounds.
 BOUNDS = {"steps": (1, 2**63 - 1), "batch_size": (1, 2**63 - 1), "seed": (0, 2**63 - 1)}
+#: What the keys of ``data`` hold.
+DATA_KINDS = {"remainder": Kind("choice", choices=REMAINDERS), "fold": Kind("int", optional=True)}
 
 Section = tuple[Any, dict[str, Any], list[Problem]]
 
@@ -67,7 +69,8 @@ class Resolver:
         """Resolve one configuration.
 
         Args:
-            config: the keys of ``KEYS``; ``task``, ``optimizer`` and ``schedule`` may leave out what has a default.
+            config: the keys of ``KEYS``; ``task``, ``optimizer`` and ``schedule`` may leave out what has a default, and
+                ``data`` may be missing.
 
         Returns:
             The resolved configuration, what of it was introduced later (see `experiment_id`), and what is wrong.
@@ -76,10 +79,10 @@ class Resolver:
         introduced: dict[str, Any] = {}
         problems: list[Problem] = []
         for key in KEYS:
-            if key not in config:
+            if key not in config and key != "data":
                 problems.append(Problem(key, None, "is missing", "an experiment's keys are " + ", ".join(KEYS)))
                 continue
-            value = config[key]
+            value = config.get(key)
             remembered = (key, repr(value))
             if remembered not in self._sections:
                 self._sections[remembered] = self._section(key, value)
@@ -103,6 +106,8 @@ class Resolver:
             return value, {}, problems
         if key in RULES:
             return resolve_rule(key, value, RULES[key], self._trainer)
+        if key == "data":
+            return resolve_data(value)
         return self._task(value)
 
     def _task(self, config: Any) -> Section:
@@ -239,6 +244,27 @@ def _check_micro_batches(config: Mapping[str, Any]) -> list[Problem]:
     return [Problem("optimizer.accumulate", count, f"must divide batch_size={size} into equal micro-batches", valid)]
 
 
+def resolve_data(config: Any) -> Section:
+    """Fill in and check ``data``: how the samples become batches."""
+    config = {} if config is None else config
+    if not isinstance(config, Mapping):
+        return config, {}, [Problem("data", config, "must be a mapping", ", ".join(DATA))]
+    resolved: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, default in DATA.items():
+        resolved[name], found = coerce(f"data.{name}", config.get(name, default), DATA_KINDS[name])
+        problems += found
+    fold = resolved["fold"]
+    if isinstance(fold, int) and not isinstance(fold, bool) and fold < 0:
+        problems.append(Problem("data.fold", fold, "must be at least 0", "an integer, at least 0, or null: no fold"))
+    problems += [
+        Problem(f"data.{name}", value, "unknown key", ", ".join(DATA), nearest(str(name), DATA))
+        for name, value in config.items()
+        if name not in DATA
+    ]
+    return resolved, {}, problems
+
+
 def _bounded(key: str, given: Any) -> tuple[Any, list[Problem]]:
     low, high = BOUNDS[key]
     valid = f"an integer from {low} to {high}" if key == "seed" else f"an integer, at least {low}"
@@ -253,14 +279,16 @@ def _bounded(key: str, given: Any) -> tuple[Any, list[Problem]]:
 def rides(experiment: Experiment, key: str, value: Any) -> bool:
     """Whether a leaf of an experiment's configuration may differ within one graph (law 3: floats ride).
 
-    What rides: the seed, the number of steps, hyperparameters that count steps (``schedule.warmup``), and floats,
-    except those that the task class names in ``static``.
+    What rides: the seed, the number of steps, hyperparameters that count steps (``schedule.warmup``), the number of a
+    fold, which only picks samples of shared data, and floats, except those that the task class names in ``static``.
 
     Args:
         key: dotted; the items of lists count as keys (``optimizer.betas.0``).
     """
     if key in ("seed", "steps"):
         return True
+    if key == "data.fold":
+        return value is not None
     section, _, name = key.partition(".")
     is_float = isinstance(value, float)
     top = name.partition(".")[0]

@@ -52,7 +52,7 @@ def make_experiments(
 
     Args:
         base: ``task`` (``_target_`` and arguments, or the class), ``optimizer`` and ``schedule`` (``name`` and
-            hyperparameters, or the name), ``steps``, ``batch_size``, ``seed``.
+            hyperparameters, or the name), ``steps``, ``batch_size``, ``seed``; ``data`` may be left out.
         params: nested or dotted key → its values.
         zip_groups: lists of swept keys whose values belong together.
         limit: the most experiments allowed; they are counted before they are written down.

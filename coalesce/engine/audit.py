@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from coalesce.data import Data
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Path, attributes, lookup, spell
-from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
+from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.random import key_of, shuffled
+from coalesce.task import defines
 
 #: What two ways of the same computation may differ by, in units of the dtype's precision and of the largest entry:
 #: nothing, as a rule; the last bits where the alignment of a tensor in memory picks another kernel.
@@ -193,10 +194,16 @@ class Audit:
         split = next((s for s in ("val", "test") if s in self.data.sizes), None)
         if split is not None:
             instance.model.eval()
-            batch = self.data.batch(split, torch.arange(min(self.data.sizes[split], experiment.batch_size)))
+            size = min(self.data.sizes[split], experiment.batch_size)
+            batch = self.data.batch(split, torch.arange(size))
             with torch.no_grad(), own_code(f"{instance.name}.metrics()"), Rules(*stream, origins=origins, watch=True):
                 found = check_scalars(instance.task.metrics(instance.model, batch), f"{instance.name}.metrics()")
             outcome.values |= {f"the metric {n}": v for n, v in found.items()}
+            if defines(type(instance.task), "outputs"):
+                what = f"{instance.name}.outputs()"
+                with torch.no_grad(), own_code(what), Rules(*stream, origins=origins, watch=True):
+                    given = check_outputs(instance.task.outputs(instance.model, batch), what, size)
+                outcome.values |= {f"the output {n}".strip(): v.detach() for n, v in given.items()}
         return outcome
 
 

@@ -11,14 +11,14 @@ gets it right.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from coalesce.engine.agreement import DIVERGES, Outcome, Shift, disagreeing
-from coalesce.engine.lanes import Lanes, chunks
+from coalesce.engine.lanes import Lanes
 from coalesce.engine.plain import Plain
 from coalesce.engine.step import part
 from coalesce.errors import TaskError
@@ -122,19 +122,20 @@ def _watch(lanes: Lanes, placed: Mapping[int, Seen], splits: Sequence[str]) -> l
         return {name: tensor[lane].clone() for name, tensor in lanes.state.items()}
 
     with _borrowed(lanes, placed):
-        for halves in (0, 1):
+        for moment in _moments(lanes):
             for lane, one in placed.items():
-                lanes.state["lane/step"][lane] = halves * (one.experiment.steps // 2)
+                lanes.state["lane/step"][lane] = moment(one.experiment)
+            lanes.sync()
             before = {lane: state(lane) for lane in placed}
             lanes.advance(1)
             for lane, one in placed.items():
                 one.steps.append((before[lane], state(lane)))
         for split in splits:
             # the first samples, and the last ones where another graph takes them
-            pieces = chunks(lanes.data.sizes[split], lanes.evaluate_batch_size)
-            for start_at, stop in sorted({b - a: (a, b) for a, b in reversed(pieces)}.values()):
+            own = {lane: {b - a: (a, b) for a, b in reversed(lanes.parts(lane, split))}.values() for lane in placed}
+            for start_at, stop in sorted({each for parts in own.values() for each in parts}):
                 metrics = lanes.evaluate_samples(split, start_at, stop)
-                for lane, one in placed.items():
+                for lane, one in ((n, one) for n, one in placed.items() if (start_at, stop) in own[n]):
                     found = {name: values[lane].clone() for name, values in metrics.items()}
                     one.evaluations[split, start_at, stop] = found
     return list(placed.values())
@@ -144,6 +145,7 @@ def _watch(lanes: Lanes, placed: Mapping[int, Seen], splits: Sequence[str]) -> l
 def _borrowed(lanes: Lanes, placed: Mapping[int, Seen]) -> Iterator[None]:
     """Put experiments into lanes, let the others stand still, and put back what was there."""
     alive = lanes.state["lane/alive"].clone()
+    held = list(lanes.held)
     kept = {lane: {name: tensor[lane].clone() for name, tensor in lanes.state.items()} for lane in placed}
     try:
         lanes.state["lane/alive"].fill_(False)
@@ -155,6 +157,22 @@ def _borrowed(lanes: Lanes, placed: Mapping[int, Seen]) -> Iterator[None]:
             for name, tensor in tensors.items():
                 lanes.state[name][lane].copy_(tensor)
         lanes.state["lane/alive"].copy_(alive)
+        lanes.held[:] = held
+        lanes.sync()
+
+
+def _moments(lanes: Lanes) -> list[Callable[[Experiment], int]]:
+    """The steps that are taken: the first one, one in the middle, and the first one with a short batch, if there is."""
+    template = lanes.template
+    moments: list[Callable[[Experiment], int]] = [lambda one: 0, lambda one: one.steps // 2]
+    if len(template.batch_sizes) > 1:
+
+        def last(one: Experiment) -> int:
+            # an experiment that ends before stands at its end, and takes none
+            return min(template.batches.epoch(template.count(one, "train")) - 1, one.steps)
+
+        moments.append(last)
+    return moments
 
 
 def _compare(seen: Seen, plain: Plain) -> list[str]:
@@ -165,6 +183,8 @@ def _compare(seen: Seen, plain: Plain) -> list[str]:
         # From the lane's own state each time: what rounding makes of one step is not held against the next.
         if not before["lane/alive"]:
             break
+        if before["lane/step"] == before["lane/steps"]:
+            continue
 
         def step(shift: Shift, start: Mapping[str, Tensor] = before) -> Outcome:
             plain.place(start)

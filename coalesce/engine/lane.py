@@ -12,7 +12,7 @@ from torch import Tensor
 
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Path, spell
-from coalesce.engine.rehearsal import check_scalars, own_code, split_loss
+from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template
 from coalesce.optim.base import Count, Factors, Patterns, Rule, State, Word
@@ -65,6 +65,25 @@ def lane_metrics(
     what = f"{instance.name}.metrics()"
     found = _run(template, instance, instance.task.metrics, what, tensors, riding, key, step, batch)
     return check_scalars(found, what)
+
+
+def lane_outputs(
+    template: Template,
+    instance: Instance,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    riding: Mapping[Path, Tensor],
+    key: Tensor,
+    step: Tensor,
+    batch: Any,
+    size: int,
+) -> dict[str, Tensor]:
+    """What the task gives for each of a batch's samples, for its summary. Arguments as `lane_loss`'s."""
+    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
+    instance.model.eval()
+    what = f"{instance.name}.outputs()"
+    found = _run(template, instance, instance.task.outputs, what, tensors, riding, key, step, batch)
+    return check_outputs(found, what, size)
 
 
 def _run(

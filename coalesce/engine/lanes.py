@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import Tensor, fx
 from torch.func import vmap
 
 from coalesce import kernels
+from coalesce.data import gather
 from coalesce.engine.compiling import lift_constants
-from coalesce.engine.lane import lane_metrics, observed, riding_hyperparameters
+from coalesce.engine.lane import lane_metrics, lane_outputs, observed, riding_hyperparameters
 from coalesce.engine.pieces import choose, cut_at
 from coalesce.engine.step import build_step, part
+from coalesce.engine.summary import Evaluation, Part, Summaries
 from coalesce.engine.tape import Tape
 from coalesce.engine.template import Template
 from coalesce.engine.trace import trace
+from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE
 from coalesce.random import key_of
@@ -81,9 +85,17 @@ class Lanes:
         self.evaluate_batch_size = evaluate_batch_size
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.data = template.data.to(self.device)
+        folds = template.folds
+        self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
         self.state = self._allocate()
-        self._step: tuple[Tape, list[Tensor]] | None = None
-        self._evaluations: dict[int, tuple[Tape, list[Tensor]]] = {}
+        self._steps: dict[int, tuple[Tape, list[Tensor]]] = {}
+        # Where each lane stands, as far as the host knows: it must know which graph is due, and may not wait for the
+        # device to ask. A lane that broke is thought to go on until the next reading, which costs calls, not results.
+        self._at = [(0, 0)] * width
+        #: What stands in each lane: the representative, until another is put there.
+        self.held: list[Experiment] = [template.experiment] * width
+        self._summaries = Summaries(template)
+        self._evaluations: dict[tuple[int, bool], tuple[Tape, list[Tensor]]] = {}
 
     def fill(self, lane: int, experiment: Experiment) -> None:
         """Put an experiment in its initial state into a lane. Compiles nothing.
@@ -93,18 +105,23 @@ class Lanes:
         """
         for name, value in self._initial(experiment).items():
             self.state[name][lane].copy_(value)
+        self._at[lane] = 0, experiment.steps
+        self.held[lane] = experiment
 
     def clear(self, lane: int) -> None:
         """Let a lane stand still from now on."""
         self.state["lane/alive"][lane] = False
+        self._at[lane] = 0, 0
 
     def prepare_step(self) -> None:
-        """Trace and compile the step, unless that was done."""
-        if self._step is None:
-            leaves = self.data.leaves("train")
-            module, constants = build_step(self.template, self.state, leaves, self.pieces)
-            inputs = [*self.state.values(), *leaves, *constants]
-            self._step = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
+        """Trace and compile the step for batches of each size that occurs, unless that was done."""
+        data = [*self.data.leaves("train"), *self._tables.get("train", [])]
+        for size in self.template.batch_sizes:
+            if size not in self._steps:
+                with _short_batch(size, self.template.batches.size):
+                    module, constants = build_step(self.template, self.state, data, self.pieces, size)
+                inputs = [*self.state.values(), *data, *constants]
+                self._steps[size] = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
 
     def advance(self, count: int) -> None:
         """Take ``count`` steps in every lane that is filled, sound and not at its end.
@@ -113,51 +130,124 @@ class Lanes:
             TaskError: at the first call, if the task's code cannot be traced.
         """
         self.prepare_step()
-        assert self._step is not None
-        run, inputs = self._step
-        with torch.no_grad():
-            for _ in range(count):
+        for size in self._calls(count):
+            run, inputs = self._steps[size]
+            with torch.no_grad():
                 run(*inputs)
+
+    def _calls(self, count: int) -> list[int]:
+        """The sizes of the batches of the next ``count`` steps, in the order in which their graphs are to be called."""
+        ends = [min(step + count, end) for step, end in self._at]
+        counts = [self.template.count(held, "train") for held in self.held]
+        lanes = [(step, end, n) for (step, _), end, n in zip(self._at, ends, counts, strict=True)]
+        self._at = [(end, last) for end, (_, last) in zip(ends, self._at, strict=True)]
+        if len(self._steps) == 1:
+            return [self.template.batches.size] * count
+        torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
+        return self.template.batches.calls(lanes)
 
     def read(self) -> Reading:
         """Where the lanes stand."""
         metrics = {name: value.tolist() for name, value in part(self.state, "train").items()}
-        return Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), metrics)
+        reading = Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), metrics)
+        self._stand(reading)
+        return reading
+
+    def sync(self) -> None:
+        """Look where the lanes stand, after their state was written from outside; `read` does so too."""
+        self._stand(Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), {}))
+
+    def _stand(self, reading: Reading) -> None:
+        lanes = zip(reading.steps, reading.alive, self.state["lane/steps"].tolist(), strict=True)
+        self._at = [(step, end if sound else step) for step, sound, end in lanes]
 
     def prepare_evaluation(self, split: str) -> None:
         """Trace and compile what a split needs, unless that was done."""
-        for size in {stop - start for start, stop in self._chunks(split)}:
-            if size not in self._evaluations:
-                self._evaluations[size] = self._build_evaluation(size)
+        own = self.template.has_own(split)
+        for count in self.template.counts(split):
+            for start, stop in chunks(count, self.evaluate_batch_size):
+                if (stop - start, own) not in self._evaluations:
+                    self._evaluations[stop - start, own] = self._build_evaluation(stop - start, own)
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
-        """Each metric of the task over a whole split, averaged over its samples.
+        """Every metric of a split: the averages, and what the task's `summary` makes of its outputs.
 
         Returns:
             name → (K,).
+
+        Raises:
+            TaskError: the user's summary fails.
         """
+        evaluation = self.measure(split)
+        summaries = [self.summary(lane, split, evaluation) for lane in range(self.width)]
+        return evaluation.metrics | {n: [found[n] for found in summaries] for n in self.template.rehearsal.summaries}
+
+    def measure(self, split: str) -> Evaluation:
+        """Each metric of the task over a whole split, averaged over its samples; and the task's outputs."""
         names = self.template.rehearsal.metrics
         total = torch.zeros(len(names), self.width, dtype=torch.float64, device=self.device)
-        for start, stop in self._chunks(split):
-            found = self.evaluate_samples(split, start, stop)
-            if found:
-                total += torch.stack(list(found.values())) * (stop - start)
-        return dict(zip(names, (total / self.data.sizes[split]).tolist(), strict=True))
+        parts: list[Part] = []
+        for start, stop in sorted({each for lane in range(self.width) for each in self.parts(lane, split)}):
+            metrics, outputs = self._evaluate_samples(split, start, stop)
+            if metrics:
+                found = torch.stack(list(metrics.values()))
+                if self.template.has_own(split):
+                    # a lane whose fold has no such part was given one sample again and again: that must not count
+                    mine = [(start, stop) in self.parts(lane, split) for lane in range(self.width)]
+                    found = torch.where(torch.tensor(mine, device=self.device), found, 0.0)
+                total += found * (stop - start)
+            if outputs:
+                parts.append((start, stop, {n: t.to("cpu", copy=True) for n, t in outputs.items()}))
+        counts = torch.tensor([self.template.count(held, split) for held in self.held], device=self.device)
+        return Evaluation(dict(zip(names, (total / counts).tolist(), strict=True)), parts)
+
+    def summary(self, lane: int, split: str, evaluation: Evaluation) -> dict[str, float]:
+        """What the task's `summary` makes of a lane's outputs; empty if it has none.
+
+        Raises:
+            TaskError: the user's code fails.
+        """
+        if not evaluation.parts:
+            return {}
+        outputs = evaluation.outputs(lane, self.parts(lane, split))
+        return self._summaries.of(lane, self.held[lane], split, outputs)
+
+    def parts(self, lane: int, split: str) -> list[tuple[int, int]]:
+        """The parts (start, stop) in which a lane's samples of a split are evaluated."""
+        return chunks(self.template.count(self.held[lane], split), self.evaluate_batch_size)
 
     def evaluate_samples(self, split: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Each metric of the task over the samples of one call of an evaluation graph.
+        """What one call of an evaluation graph gives: each metric of the task over these samples, and its outputs.
 
         Args:
-            start, stop: a piece as `chunks` cuts the split.
+            start, stop: one of `parts`, of some lane. Of the others nothing is to be read.
 
         Returns:
-            name → (K,) float64, on the lanes' device.
+            name → (K,) float64, and "output" and its name → (K, stop - start, …), on the lanes' device.
         """
+        metrics, outputs = self._evaluate_samples(split, start, stop)
+        return metrics | {f"output {n}".rstrip(): t for n, t in outputs.items()}
+
+    def _evaluate_samples(self, split: str, start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         self.prepare_evaluation(split)
-        run, constants = self._evaluations[stop - start]
+        names, outputs = self.template.rehearsal.metrics, self.template.rehearsal.outputs
+        run, constants = self._evaluations[stop - start, self.template.has_own(split)]
         with torch.no_grad():
-            found = run(*self._evaluated(), *[leaf[start:stop] for leaf in self.data.leaves(split)], *constants)
-        return {n: f.to(torch.float64) for n, f in zip(self.template.rehearsal.metrics, found, strict=True)}
+            found = run(*self._evaluated(), *self._batch(split, start, stop), *constants)
+        metrics = {n: f.to(torch.float64) for n, f in zip(names, found[: len(names)], strict=True)}
+        return metrics, dict(zip(outputs, found[len(names) :], strict=True))
+
+    def _batch(self, split: str, start: int, stop: int) -> list[Tensor]:
+        """The leaves of some samples: (size, …), or (K, size, …) where lanes have their own.
+
+        A lane that has fewer gets its last one repeated.
+        """
+        if not self.template.has_own(split):
+            return [leaf[start:stop] for leaf in self.data.leaves(split)]
+        rows, first, counts = self._tables[split]
+        fold = self.state["lane/fold"]
+        place = torch.minimum(torch.arange(start, stop, device=self.device), counts[fold][:, None] - 1)
+        return [gather(leaf, rows[first[fold][:, None] + place]) for leaf in self.data.leaves("train")]
 
     def observe(self, values: Mapping[int, float]) -> None:
         """Let the schedule judge some lanes by the metric that it monitors. The others stay as they are.
@@ -225,6 +315,11 @@ class Lanes:
         state["lane/step"] = torch.tensor(0)
         state["lane/steps"] = torch.tensor(experiment.steps)
         state["lane/alive"] = torch.tensor(True)
+        if template.folds is not None:
+            state["lane/fold"] = torch.tensor(experiment.fold)
+        if len(template.batch_sizes) > 1:
+            # how far the lane goes in this `advance`: its graphs are called more often than it moves
+            state["lane/until"] = torch.tensor(0)
         for name in ("loss", *template.rehearsal.extras):
             state[f"train/{name}"] = torch.tensor(float("nan"), dtype=torch.float64)
         return state
@@ -237,9 +332,6 @@ class Lanes:
             for name, value in one.items()
         }
 
-    def _chunks(self, split: str) -> list[tuple[int, int]]:
-        return chunks(self.data.sizes[split], self.evaluate_batch_size)
-
     def _evaluated_names(self) -> list[str]:
         averaged = self.template.static_hyper["ema"] is not None
         kinds = (f"slot/{AVERAGE}/" if averaged else "trained/", "fixed/", "buffer/", "riding/")
@@ -249,9 +341,10 @@ class Lanes:
         """The part of the state that an evaluation reads."""
         return [self.state[name] for name in self._evaluated_names()]
 
-    def _build_evaluation(self, size: int) -> tuple[Tape, list[Tensor]]:
+    def _build_evaluation(self, size: int, own: bool) -> tuple[Tape, list[Tensor]]:
+        """The graph that evaluates a batch of one size: the same for all lanes, or of each lane's own samples."""
         template = self.template
-        names, instance = self._evaluated_names(), template.fresh()
+        names, instance, outputs = self._evaluated_names(), template.fresh(), template.rehearsal.outputs
 
         def evaluate(*inputs: Tensor) -> list[Tensor]:
             state = dict(zip(names, inputs, strict=False))
@@ -259,14 +352,17 @@ class Lanes:
             weights = part(state, "trained") | part(state, f"slot/{AVERAGE}") | part(state, "fixed")
             riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
 
-            def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor) -> dict[str, Tensor]:
-                return lane_metrics(template, instance, weights, buffers, riding, key, step, batch)
+            def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any) -> Any:
+                mine = template, instance, weights, buffers, riding, key, step, batch
+                return lane_metrics(*mine), lane_outputs(*mine, size) if outputs else {}
 
-            found = vmap(one)(weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"])
-            return [found[n] for n in template.rehearsal.metrics]
+            lanes = weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"]
+            metrics, given = vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if own else None))(*lanes, batch)
+            return [*(metrics[n] for n in template.rehearsal.metrics), *(given[n] for n in outputs)]
 
-        leaf = self.data.leaves("train")
-        examples = [*self._evaluated(), *[t.new_empty((size, *t.shape[1:])) for t in leaf]]
+        shape = (self.width, size) if own else (size,)
+        leaves = [t.new_empty((*shape, *t.shape[1:])) for t in self.data.leaves("train")]
+        examples = [*self._evaluated(), *leaves]
         with cut_at(instance.model, self.pieces):
             module = trace(evaluate, examples)
         constants = lift_constants(module)
@@ -280,3 +376,17 @@ class Lanes:
             if name.startswith(("lane/", "riding/", "optimizer/", "schedule/", "verdict/"))
         ]
         return Tape(module, inputs, self.compile, [*cheap, *range(len(inputs) - constants, len(inputs))])
+
+
+@contextmanager
+def _short_batch(size: int, full: int) -> Iterator[None]:
+    """Say of an error that only the short batch has that it is that batch's."""
+    try:
+        yield
+    except TaskError as error:
+        if size == full:
+            raise
+        raise TaskError(
+            f"{error}\nThis is the short batch of {size} at the end of an epoch; batches of {full} pass. "
+            f"data.remainder=drop leaves it out, data.remainder=straddle fills it up."
+        ) from error

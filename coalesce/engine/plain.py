@@ -14,12 +14,13 @@ from torch import Tensor
 
 from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.lanes import Reading, chunks
-from coalesce.engine.rehearsal import check_scalars, split_loss
+from coalesce.engine.rehearsal import check_outputs, check_scalars, split_loss
 from coalesce.engine.rules import Rules
+from coalesce.engine.summary import Evaluation, Part, Summaries
 from coalesce.engine.template import Template, build
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE, apply
-from coalesce.random import key_of, shuffled
+from coalesce.random import key_of
 
 
 class Plain:
@@ -37,7 +38,8 @@ class Plain:
         self.template = template
         self.device = torch.device(device)
         self.evaluate_batch_size = evaluate_batch_size
-        self.data = template.data.to(self.device)
+        self.data = template.own_data(template.experiment).to(self.device)
+        self.summaries = Summaries(template)
         self.step, self.alive = 0, False
 
     def prepare_step(self) -> None:
@@ -50,6 +52,7 @@ class Plain:
         """Start an experiment from its initial state."""
         config = experiment.config
         self.experiment = experiment
+        self.data = self.template.own_data(experiment).to(self.device)
         self.task, self.model = build(experiment)
         self.model.to(self.device)
         self.key = key_of(experiment.seed).to(self.device)
@@ -76,21 +79,48 @@ class Plain:
         return Reading([self.step], [self.alive], {n: [v] for n, v in self.metrics.items()})
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
-        """Each metric over a split, averaged over its samples, as `Lanes.evaluate` tells it."""
+        """Every metric of a split, as `Lanes.evaluate` tells it."""
+        evaluation = self.measure(split)
+        return evaluation.metrics | {n: [v] for n, v in self.summary(0, split, evaluation).items()}
+
+    def measure(self, split: str) -> Evaluation:
+        """Each metric over a split, averaged over its samples, and the task's outputs."""
         total = dict.fromkeys(self.template.rehearsal.metrics, 0.0)
         size = self.data.sizes[split]
+        parts: list[Part] = []
         for start, stop in chunks(size, self.evaluate_batch_size):
-            for name, value in self.evaluate_samples(split, start, stop).items():
+            metrics, outputs = self._evaluate_samples(split, start, stop)
+            for name, value in metrics.items():
                 total[name] += float(value) * (stop - start)
-        return {name: [value / size] for name, value in total.items()}
+            if outputs:
+                parts.append((start, stop, {n: t[None].cpu() for n, t in outputs.items()}))
+        return Evaluation({name: [value / size] for name, value in total.items()}, parts)
+
+    def summary(self, lane: int, split: str, evaluation: Evaluation) -> dict[str, float]:
+        """What the task's `summary` makes of its outputs; empty if it has none."""
+        if not evaluation.parts:
+            return {}
+        outputs = evaluation.outputs(0, chunks(self.data.sizes[split], self.evaluate_batch_size))
+        return self.summaries.of(0, self.experiment, split, outputs)
 
     def evaluate_samples(self, split: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Each metric over some samples of a split, 0-d."""
+        """Each metric over some samples of a split, 0-d; and what the task gives for each of them."""
+        metrics, outputs = self._evaluate_samples(split, start, stop)
+        return metrics | {f"output {n}".rstrip(): t for n, t in outputs.items()}
+
+    def _evaluate_samples(self, split: str, start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         self.model.eval()
+        known = self.template.rehearsal
         batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
-        with torch.no_grad(), self.averaged(), Rules(self.key, self._count(self.step), {}):
-            found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
-        return {name: found[name].detach() for name in self.template.rehearsal.metrics}
+        outputs: dict[str, Tensor] = {}
+        with torch.no_grad(), self.averaged():
+            with Rules(self.key, self._count(self.step), {}):
+                found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
+            if known.outputs:
+                with Rules(self.key, self._count(self.step), {}):
+                    outputs = check_outputs(self.task.outputs(self.model, batch), "outputs()", stop - start)
+        metrics = {name: found[name].detach() for name in known.metrics}
+        return metrics, {name: outputs[name].detach() for name in known.outputs}
 
     def state(self) -> dict[str, Tensor]:
         """A copy of what steps change, under the names that `Lanes.state` gives it, without a lane dimension."""
@@ -147,14 +177,16 @@ class Plain:
 
     def _advance(self) -> None:
         template, config = self.template, self.experiment.config
-        size, count = self.experiment.batch_size, template.accumulate
-        position = self.step * size + torch.arange(size, device=self.device)
-        index = shuffled(self.key, position, self.data.sizes["train"])
+        count, samples = template.accumulate, self.data.sizes["train"]
+        size = template.batches.size_at(self.step, samples)
+        index = template.batches.samples(self.key, self._count(self.step), samples, size)
         self.model.train()
         self.model.zero_grad()
         before = {n: b.clone() for n, b in self.model.named_buffers()}
         metrics: dict[str, float] = {}
-        for number, piece in enumerate(index.split(size // count)):
+        for number, piece in enumerate(index.split(template.batches.size // count)):
+            # of equal ones exactly their number
+            shares = size / len(piece)
             batch = self.data.batch("train", piece)
             with Rules(self.key, self._count(self.step * count + number), {}):
                 loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
@@ -162,8 +194,8 @@ class Plain:
                 return self._break(before)
             # before the update: what the task returned may be a parameter itself
             found = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}
-            metrics = {n: metrics.get(n, 0.0) + v / count for n, v in found.items()}
-            (loss / count).backward()
+            metrics = {n: metrics.get(n, 0.0) + v / shares for n, v in found.items()}
+            (loss / shares).backward()
         named = dict(self.model.named_parameters())
         trained = [named[n] for n in self.template.trained]
         if self.optimizer.get("clip_norm") is not None:

@@ -4,7 +4,7 @@ plain backward pass does is seen rather than assumed."""
 from __future__ import annotations
 
 from bdb import BdbQuit
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,10 @@ from coalesce.engine.rules.mode import Labels
 from coalesce.errors import ConfigError, Problem, TaskError
 from coalesce.experiment import Experiment
 from coalesce.random import key_of, shuffled
-from coalesce.task import Data, Task
+from coalesce.task import Data, Task, defines
+
+#: Samples of a batch when a whole split is rehearsed: of no account for the result.
+_REHEARSED = 1024
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class Rehearsal:
         unused: names of parameters that got no gradient.
         extras: names of the scalars beside the loss.
         metrics: names of the evaluation metrics; empty without a validation or test split.
+        outputs: names of what `Task.outputs` gives for each sample ("" for a tensor alone); empty if it is not defined.
+        summaries: names of the metrics that `Task.summary` makes of it.
         saved_bytes: what autograd kept for the backward pass, parameters and data excepted.
     """
 
@@ -35,6 +40,8 @@ class Rehearsal:
     extras: tuple[str, ...]
     metrics: tuple[str, ...]
     saved_bytes: int
+    outputs: tuple[str, ...] = ()
+    summaries: tuple[str, ...] = ()
 
 
 @contextmanager
@@ -120,7 +127,39 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
         _check_kept(f"{name}.metrics()", "the parameter", weights, dict(model.named_parameters()))
         # in loss() a lane has a batch of its own; here all lanes have one
         _check_kept(f"{name}.metrics()", "its batch, leaf", given, {str(i): t for i, t in enumerate(_tensors(batch))})
-    return Rehearsal(unused, tuple(extras), metrics, sum(saved.values()))
+    outputs, summaries = _rehearse_summary(task, model, data, experiment, split, metrics)
+    return Rehearsal(unused, tuple(extras), metrics, sum(saved.values()), outputs, summaries)
+
+
+def _rehearse_summary(
+    task: Task, model: nn.Module, data: Data, experiment: Experiment, split: str | None, metrics: Collection[str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of a task's outputs and of what it makes of them. The whole split, since a part may lack a class."""
+    name = type(task).__name__
+    defined = [method for method in ("outputs", "summary") if defines(type(task), method)]
+    if len(defined) == 1:
+        lacking = "summary(self, outputs, split)" if defined == ["outputs"] else "outputs(self, model, batch)"
+        raise TaskError(f"{name} defines {defined[0]}() without {lacking}: the two belong together")
+    if not defined or split is None:
+        return (), ()
+    key, zero, found = key_of(experiment.seed), torch.zeros((), dtype=torch.int64), []
+    with torch.no_grad():
+        for index in torch.arange(data.sizes[split]).split(_REHEARSED):
+            batch = data.batch(split, index)
+            with own_code(f"{name}.outputs()"), Rules(key, zero, {}, watch=True):
+                returned = task.outputs(model, batch)
+            found.append(check_outputs(returned, f"{name}.outputs()", len(index)))
+        whole = {n: torch.cat([piece[n] for piece in found]) for n in found[0]}
+        samples = data.unflatten(data.leaves(split))
+        before = {str(i): t.clone() for i, t in enumerate(_tensors(samples))}
+        with own_code(f"{name}.summary()"):
+            summary = task.summary(whole[""] if set(whole) == {""} else whole, samples)
+    numbers = check_summary(summary, f"{name}.summary()")
+    _check_kept(f"{name}.summary()", "the split, leaf", before, {str(i): t for i, t in enumerate(_tensors(samples))})
+    twice = sorted(set(numbers) & set(metrics))
+    if twice:
+        raise TaskError(f"{name}.summary() and {name}.metrics() both return {', '.join(twice)}: give one another name")
+    return tuple(whole), tuple(numbers)
 
 
 def split_loss(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -151,6 +190,52 @@ def check_scalars(found: Any, what: str) -> dict[str, Tensor]:
             seen = f"a {tuple(value.shape)} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise TaskError(f"{what}: {name!r} must be a real scalar tensor, not {seen}")
     return dict(found)
+
+
+def check_outputs(found: Any, what: str, size: int) -> dict[str, Tensor]:
+    """A tensor of (size, …), under an empty name, or a dict of such.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    named = found if isinstance(found, Mapping) else {"": found}
+    for name, value in named.items():
+        if not isinstance(name, str):
+            raise TaskError(f"{what}: an output's name must be text, not {name!r}")
+        if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != size:
+            seen = f"a {tuple(value.shape)} tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            rule = f"must be a tensor with a row for each of the batch's {size} samples, or a dict of such"
+            raise TaskError(f"{what}{f': {name!r}' if name else ''} {rule}, not {seen}")
+    if not named:
+        raise TaskError(f"{what} returned an empty dict")
+    return dict(named)
+
+
+def check_summary(found: Any, what: str) -> dict[str, float]:
+    """A dict of name → number.
+
+    Raises:
+        TaskError: it is something else.
+    """
+    if not isinstance(found, Mapping):
+        raise TaskError(f"{what} must return a dict of name → number, not {type(found).__name__}")
+    numbers = {}
+    for name, value in found.items():
+        if not isinstance(name, str):
+            raise TaskError(f"{what}: a metric's name must be text, not {name!r}")
+        try:
+            # numbers of Python and NumPy, and tensors and arrays of one number
+            if isinstance(value, str | bytes):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TaskError(f"{what}: {name!r} must be a number, not {_kind(value)}") from None
+    return numbers
+
+
+def _kind(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {tuple(shape)}" if shape is not None else "")
 
 
 def _check_kept(what: str, kind: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

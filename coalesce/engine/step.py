@@ -19,7 +19,6 @@ from coalesce.engine.template import Template
 from coalesce.engine.trace import cut_here, inline, is_view, trace
 from coalesce.optim.groups import group_of
 from coalesce.optim.options import apply, clip_value
-from coalesce.random import shuffled
 
 #: Name → tensor (K, …); the name's first part says what it is: trained, fixed, buffer, slot, riding, optimizer,
 #: schedule, verdict (what the schedule made of the lane's evaluations), lane, train.
@@ -32,23 +31,31 @@ def part(state: State, prefix: str) -> dict[str, Any]:
 
 
 def build_step(
-    template: Template, state: State, data: Sequence[Tensor], pieces: Sequence[str] = ()
+    template: Template,
+    state: State,
+    data: Sequence[Tensor],
+    pieces: Sequence[str] = (),
+    size: int | None = None,
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace one step.
 
     Args:
         template: of the cohort.
         state: every tensor of the lanes, in the order in which the graph takes them.
-        data: the leaves of the training split, (N, …) each, which the graph takes after the state.
+        data: the leaves of the training split, (N, …) each, which the graph takes after the state; then the table of
+            the folds, where lanes train on folds.
         pieces: names of the modules at which to cut the graph into segments.
+        size: samples of the batch, a full one by default. Where several sizes occur, the lanes move whose next batch
+            has this one.
 
     Returns:
         A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
         constants.
     """
     names, instance = list(state), template.fresh()
+    size = template.batches.size if size is None else size
     with cut_at(instance.model, pieces):
-        module = trace(lambda *i: _gradients(template, instance, pieces, names, i), [*state.values(), *data])
+        module = trace(lambda *i: _gradients(template, instance, pieces, names, i, size), [*state.values(), *data])
     constants = lift_constants(module)
     graph = module.graph
     output = next(n for n in graph.nodes if n.op == "output")
@@ -63,10 +70,9 @@ def build_step(
 
     any_broken, last = _any(graph, broken, list(graph.nodes)[-1])
     kept = [n for n in results if n.partition("/")[0] in ("train", "buffer")]
-    clock = [f"lane/{n}" for n in ("alive", "step", "steps")]
-    lanes = [state[n] for n in [*clock, "lane/alive", "lane/alive"]]
+    lanes = [state[f"lane/{n}"] for n in ("alive", "step", "alive", "alive", "alive")]
     finish = trace(_finish, [*lanes, *(_example(results[n]) for n in kept), *(state[n] for n in kept)])
-    arguments = [*(holders[n] for n in clock), results["good"], any_broken]
+    arguments = [holders["lane/alive"], holders["lane/step"], results["active"], results["good"], any_broken]
     arguments += [*(results[n] for n in kept), *(holders[n] for n in kept)]
     written, last = inline(graph, finish, arguments, last)
     for name, value in zip(["lane/alive", "lane/step", *kept], written, strict=True):
@@ -82,6 +88,7 @@ def _outputs(template: Template, state: State) -> list[str]:
     """Names of what `_gradients` returns, in its order."""
     return [
         "good",
+        "active",
         *(f"now/{n}" for n in ["step", *part(state, "optimizer")]),
         *(f"gradient/{n}" for n in template.trained),
         *(f"train/{n}" for n in part(state, "train")),
@@ -90,25 +97,32 @@ def _outputs(template: Template, state: State) -> list[str]:
 
 
 def _gradients(
-    template: Template, instance: Instance, pieces: Sequence[str], names: Sequence[str], inputs: Sequence[Tensor]
+    template: Template,
+    instance: Instance,
+    pieces: Sequence[str],
+    names: Sequence[str],
+    inputs: Sequence[Tensor],
+    size: int,
 ) -> list[Tensor]:
     """Batch, forward and backward of all lanes, and everything of a lane that its updates need."""
     state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
-    experiment = template.experiment
+    batches = template.batches
     key, step, steps = (state[f"lane/{n}"] for n in ("key", "step", "steps"))
     optimizer = part(state, "optimizer")
     move = vmap(lambda *lane: scheduled(template, *lane))
     optimizer |= move(optimizer, part(state, "schedule"), part(state, "verdict"), step, steps)
 
-    batch_size = experiment.batch_size
-    position = step[:, None] * batch_size + torch.arange(batch_size, device=step.device)
-    index = vmap(lambda k, p: shuffled(k, p, data[0].shape[0]))(key, position)
+    leaves = len(template.data.leaves("train"))
+    data, table = data[:leaves], data[leaves:]
+    index, samples = _samples(template, state, data[0].shape[0], table, size)
 
     paths = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
     fixed, buffers = part(state, "fixed"), part(state, "buffer")
 
     now = step + 1
-    good = state["lane/alive"] & (step < steps)
+    good = active = state["lane/alive"] & (step < steps)
+    if "lane/until" in state:
+        good = active = active & (step < state["lane/until"]) & batches.of_size(size, step, samples)
 
     def loss(
         trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any, good: Tensor
@@ -123,18 +137,25 @@ def _gradients(
     count, after = template.accumulate, buffers
     gradients: dict[str, Tensor] = {}
     metrics: dict[str, Tensor] = {}
-    for number, micro in enumerate(index.split(batch_size // count, dim=1)):
+    # of a short batch the last micro-batch may be shorter: each weighs by its samples
+    micros = index.split(batches.size // count, dim=1)
+    uneven = micros[0].shape[1] != micros[-1].shape[1]
+    for number, micro in enumerate(micros):
         batch = template.data.unflatten(gather(leaf, micro) for leaf in data)
         # draws are numbered by micro-batches, or all micro-batches of a step would have the same masks
         moment = step * count + number if count > 1 else step
         mapped = part(state, "trained"), fixed, after, paths, key, moment, batch, good
         found, (_, (good, shown, after)) = both(*mapped)
+        if uneven:
+            share = micro.shape[1] / size
+            shown = {n: t * share for n, t in shown.items()}
+            found = _by_piece(pieces, lambda g: g * share, found)  # noqa: B023
         metrics = {n: metrics[n] + t for n, t in shown.items()} if metrics else shown
         # added up as they come, so that no more than two sets of gradients are alive
         gradients = _by_piece(pieces, torch.add, gradients, found) if gradients else found
-    if count > 1:
-        metrics = {n: t / count for n, t in metrics.items()}
-        gradients = _by_piece(pieces, lambda g: g / count, gradients)
+    if len(micros) > 1 and not uneven:
+        metrics = {n: t / len(micros) for n, t in metrics.items()}
+        gradients = _by_piece(pieces, lambda g: g / len(micros), gradients)
     clip = optimizer.get("clip_norm")
     if clip is not None:
         if "clip_value" in optimizer:
@@ -143,12 +164,26 @@ def _gradients(
 
     return [
         good,
+        active,
         now,
         *optimizer.values(),
         *(gradients[n] for n in template.trained),
         *(metrics[n] for n in part(state, "train")),
         *(after[n] for n in buffers),
     ]
+
+
+def _samples(
+    template: Template, state: State, count: int, table: Sequence[Tensor], size: int
+) -> tuple[Tensor, int | Tensor]:
+    """The samples of the lanes' batches (K, size), and out of how many: an int, or (K,) where folds may differ."""
+    key, step, batches = state["lane/key"], state["lane/step"], template.batches
+    if template.folds is None:
+        return vmap(lambda k, s: batches.samples(k, s, count, size))(key, step), count
+    rows, first, counts = table
+    fold = state["lane/fold"]
+    index = vmap(lambda k, s, n: batches.samples(k, s, n, size))(key, step, counts[fold])
+    return rows[first[fold][:, None] + index], counts[fold]
 
 
 def _lanes(x: Tensor, like: Tensor) -> Tensor:
@@ -244,14 +279,15 @@ def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence
     return [torch.where(kept, new, param), *(torch.where(masks[n], moments[n], state[n]) for n in slots), broken]
 
 
-def _finish(alive: Tensor, step: Tensor, steps: Tensor, good: Tensor, broken: Tensor, *values: Tensor) -> list[Tensor]:
+def _finish(alive: Tensor, step: Tensor, active: Tensor, good: Tensor, broken: Tensor, *values: Tensor) -> list[Tensor]:
     """The lanes' clock after a step; and its metrics and buffers, where it was taken.
 
     Args:
+        active: (K,) whether a step was to be taken; ``good``: whether the loss was finite; ``broken``: whether a
+            parameter would not have been.
         values: the new ones, then the old ones in the same order.
     """
     done = good & ~broken
-    active = alive & (step < steps)
     pairs = zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
     kept = [torch.where(_lanes(done, old), new.to(old.dtype), old) for new, old in pairs]
     return [alive & (done | ~active), step + done.to(step.dtype), *kept]

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from coalesce.engine.audit import Audit
+from coalesce.engine.batches import Batches
+from coalesce.engine.folds import Folds, read_folds
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Alias, Path, differing, forbidden, installed, lookup, spell
 from coalesce.engine.rehearsal import Rehearsal, own_code, rehearse
-from coalesce.errors import ConfigError, TaskError
+from coalesce.errors import ConfigError, Problem, TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES, Optimizer, Schedule
 from coalesce.optim.groups import config_of, unmatched
 from coalesce.optim.options import AVERAGE
-from coalesce.task import Data, Task
+from coalesce.task import Data, Task, defines
 
 
 class Template:
@@ -35,7 +37,9 @@ class Template:
 
     Attributes:
         task, model: the representative's.
-        data: the cohort's.
+        data: the cohort's, shared by all of its lanes.
+        folds: index sets over the training split, of which each experiment has one; or None.
+        batches: how its samples become batches.
         riding: paths of the attributes that are inputs of the graph.
         origins: each of these paths → the swept key that it follows from.
         variants: swept key of the task → the representative with another value of it alone.
@@ -53,6 +57,7 @@ class Template:
         self.cohort = cohort
         self.experiment = cohort.experiments[0]
         self.task_class = task_class(self.experiment)
+        self.batches = Batches(self.experiment.batch_size, self.experiment.remainder)
         self.optimizer: type[Optimizer] = OPTIMIZERS[self.experiment.config["optimizer"]["name"]]
         self.schedule: type[Schedule] = SCHEDULES[self.experiment.config["schedule"]["name"]]
         self.task, self.model = build(self.experiment)
@@ -61,7 +66,9 @@ class Template:
         self.origins = self._find_riding()
         self.riding = tuple(self.origins)
         self.data = self._load_data()
-        self.rehearsal: Rehearsal = rehearse(*build(self.experiment), self.data, self.experiment)
+        self.folds = self._load_folds()
+        own = self.own_data(self.experiment)
+        self.rehearsal: Rehearsal = rehearse(*build(self.experiment), own, self.experiment)
         named = dict(self.model.named_parameters())
         self.trained = tuple(n for n, p in named.items() if p.requires_grad and n not in self.rehearsal.unused)
         self.fixed = tuple(n for n in named if n not in self.trained)
@@ -71,7 +78,7 @@ class Template:
             raise ConfigError(problems)
         self.dtype = _riding_dtype(self.model)
         if audit:
-            Audit(_instance, self.experiment, self.variants, self.origins, self.data, self.dtype).run()
+            Audit(_instance, self.experiment, self.variants, self.origins, own, self.dtype).run()
 
     @property
     def static_hyper(self) -> dict[str, Any]:
@@ -88,6 +95,35 @@ class Template:
     def accumulate(self) -> int:
         """Micro-batches of a step."""
         return int(self.static_hyper["accumulate"])
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The sizes of the batches that occur: that of a full one, and then those of short ones."""
+        # of all folds, so that a graph does not depend on which of them the cohort has
+        return self.batches.sizes(self.counts("train"))
+
+    @property
+    def evaluated(self) -> tuple[str, ...]:
+        """The splits that the experiments can be evaluated on."""
+        return tuple(s for s in ("val", "test") if s in self.data.sizes or (s == "val" and self.folds is not None))
+
+    def counts(self, split: str) -> list[int]:
+        """Samples of a split; where each fold has its own, of every fold."""
+        if self.folds is not None and self.has_own(split):
+            return self.folds.counts(split)
+        return [self.data.sizes[split]]
+
+    def count(self, experiment: Experiment, split: str) -> int:
+        """Samples of a split of an experiment."""
+        return self.counts(split)[experiment.fold if self.has_own(split) and experiment.fold is not None else 0]
+
+    def has_own(self, split: str) -> bool:
+        """Whether each experiment has its own samples in a split."""
+        return self.folds is not None and split != "test"
+
+    def own_data(self, experiment: Experiment) -> Data:
+        """The splits of one experiment; a copy, where it trains on a fold."""
+        return self.data if self.folds is None else self.folds.data(self.data, experiment.fold or 0)
 
     def roots(self) -> dict[str, object]:
         return {"task": self.task, "model": self.model}
@@ -177,7 +213,38 @@ class Template:
             raise TaskError(f"{name}.data() must return a coalesce.Data, not {type(data).__name__}")
         return data
 
-    def _no_data_from(self, path: Path) -> str:
+    def samples(self, experiment: Experiment, split: str) -> Any:
+        """A whole split of an experiment, with the structure of a batch, on the CPU."""
+        if self.folds is None or not self.has_own(split):
+            return self.data.unflatten(self.data.leaves(split))
+        return self.data.batch("train", self.folds.rows[split][experiment.fold or 0])
+
+    def _load_folds(self) -> Folds | None:
+        """What the task's folds are, if the experiments train on folds.
+
+        Raises:
+            ConfigError: there are none, or not this one, or they do not fit the data.
+        """
+        if self.experiment.fold is None:
+            return None
+        name = self.task_class.__name__
+        if not defines(self.task_class, "folds"):
+            rule = f"{name} defines no folds(self, data)"
+            raise ConfigError([Problem("data.fold", self.experiment.fold, rule, "null, or a task that defines folds")])
+        built = self.fresh()
+        held = {path: forbidden(self._no_data_from(path, "folds")) for path in self.riding}
+        with installed(built.roots, held), own_code(f"{name}.folds()"), seeded(0):
+            returned = built.task.folds(self.data)
+            # a generator runs only now, under the same seed
+            folds = read_folds(list(returned) if isinstance(returned, Iterator) else returned, self.data)
+        valid = f"0 to {len(folds) - 1}, or null: no fold"
+        wanted = dict.fromkeys(e.fold for e in self.cohort.experiments if e.fold is not None)
+        problems = [Problem("data.fold", f, f"{name} has no such fold", valid) for f in wanted if f >= len(folds)]
+        if problems:
+            raise ConfigError(problems)
+        return folds
+
+    def _no_data_from(self, path: Path, method: str = "data") -> str:
         argument = self.origins[path].removeprefix("task.").split(".")[0]
         way = "draw such numbers in model(), or in loss() by dropout"
         if self.origins[path] != "seed":
@@ -186,7 +253,7 @@ class Template:
                 f"use it in loss()"
             )
         return (
-            f"{self.task_class.__name__}.data() reads {spell(path)}, which follows from {self.origins[path]} and "
+            f"{self.task_class.__name__}.{method}() reads {spell(path)}, which follows from {self.origins[path]} and "
             f"differs between the lanes of this graph, but lanes share their data: {way}."
         )
 

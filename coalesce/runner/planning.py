@@ -71,14 +71,14 @@ def make_plan(
 
 
 def _check_traces(templates: Sequence[Template]) -> None:
-    """Trace the graphs of one cohort for each task class and each set of riding attributes, at the least width."""
-    kinds = {(template.task_class, template.riding): template for template in reversed(templates)}
+    """Trace the graphs of one cohort for each task class, each set of riding attributes and each size of short
+    batches, at the least width."""
+    kinds = {(t.task_class, t.riding, t.batch_sizes[1:], t.folds is None): t for t in reversed(templates)}
     for template in kinds.values():
         lanes = Lanes(template, LEAST_WIDTH, compile=False)
         lanes.prepare_step()
-        for split in ("val", "test"):
-            if split in template.data.sizes:
-                lanes.prepare_evaluation(split)
+        for split in template.evaluated:
+            lanes.prepare_evaluation(split)
 
 
 def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
@@ -97,9 +97,9 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     per_lane = trained + gradients + slots + rest + template.rehearsal.saved_bytes
     parameters = sum(p.numel() for p in named.values())
     width = _width(template.cohort, trainer)
-    return PlannedCohort(
-        template.cohort, width, parameters, per_lane, template.data.bytes, _pieces(template, trainer, width), template
-    )
+    shared = template.data.bytes + (template.folds.bytes if template.folds else 0)
+    pieces = _pieces(template, trainer, width)
+    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, template)
 
 
 def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]:
@@ -113,7 +113,8 @@ def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]
 def metric_names(template: Template) -> list[str]:
     """The metrics that exist while a cohort trains."""
     names = [f"train/{n}" for n in ("loss", *template.rehearsal.extras)]
-    return names + [f"val/{n}" for n in template.rehearsal.metrics if "val" in template.data.sizes]
+    measured = (*template.rehearsal.metrics, *template.rehearsal.summaries)
+    return names + [f"val/{n}" for n in measured if "val" in template.evaluated]
 
 
 def _width(cohort: Cohort, trainer: Trainer) -> int:
@@ -136,7 +137,8 @@ def _resolve(trainer: Trainer) -> tuple[Trainer, list[Problem]]:
 
 
 def _check_batch_size(template: Template) -> list[Problem]:
-    size, count = template.experiment.batch_size, template.data.sizes["train"]
+    size = template.experiment.batch_size
+    count = min(template.count(experiment, "train") for experiment in template.cohort.experiments)
     if size <= count:
         return []
     valid = f"at most {count}, its number of samples"

@@ -104,7 +104,7 @@ class _CohortRun:
             self.lanes = Lanes(self.template, planned.width, *how)
         else:
             self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
-        self.splits = [s for s in ("val", "test") if s in self.template.data.sizes]
+        self.splits = self.template.evaluated
         self.queue = deque(planned.cohort.experiments)
         self.slots: list[Slot | None] = [None] * planned.width
         self.results: list[Result] = []
@@ -168,19 +168,15 @@ class _CohortRun:
             for lane, slot in busy
             if reading.alive[lane] and (lane in ended or lane in asked or slot.steps % self.trainer.evaluate_every == 0)
         ]
-        if due and "val" in self.splits:
-            found = self.lanes.evaluate("val")
-            for lane, slot in due:
-                self._record(slot, {f"val/{n}": values[lane] for n, values in found.items()})
+        failed = self._evaluate("val", due)
         if judged:
             self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
-        finished = [(lane, slot) for lane, slot in due if lane in ended]
-        if finished and "test" in self.splits:
-            found = self.lanes.evaluate("test")
-            for lane, slot in finished:
-                self._record(slot, {f"test/{n}": values[lane] for n, values in found.items()})
+        failed |= self._evaluate("test", [(n, slot) for n, slot in due if n in ended and n not in failed])
         for lane, slot in busy:
-            if lane in ended:
+            if lane in failed:
+                self._end(slot, "failed", lane, str(failed[lane]))
+                self._empty(lane)
+            elif lane in ended:
                 self._take_out(lane, slot, reading.alive[lane])
 
     def _is_judged(self, slot: Slot) -> bool:
@@ -188,12 +184,34 @@ class _CohortRun:
         schedule = slot.experiment.config["schedule"]
         return SCHEDULES[schedule["name"]].judges and slot.steps % schedule["every"] == 0
 
+    def _evaluate(self, split: str, due: Sequence[tuple[int, Slot]]) -> dict[int, TaskError]:
+        """Record the metrics of a split, if there is one.
+
+        Returns:
+            lane → what its own summary raised.
+        """
+        failed: dict[int, TaskError] = {}
+        if not due or split not in self.splits:
+            return failed
+        evaluation = self.lanes.measure(split)
+        for lane, slot in due:
+            found = {n: values[lane] for n, values in evaluation.metrics.items()}
+            try:
+                found |= self.lanes.summary(lane, split, evaluation)
+            except TaskError as error:
+                failed[lane] = error
+            self._record(slot, {f"{split}/{n}": value for n, value in found.items()})
+        return failed
+
     def _take_out(self, lane: int, slot: Slot, alive: bool) -> None:
         message = ""
         if not alive:
             step = slot.steps + 1
             message = f"the loss or a parameter turned infinite or NaN at step {step}"
         self._end(slot, "finished" if alive else "diverged", lane, message)
+        self._empty(lane)
+
+    def _empty(self, lane: int) -> None:
         self.lanes.clear(lane)
         self.slots[lane] = None
 
