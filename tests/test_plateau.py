@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch.func import vmap
 
 import coalesce
+from cli_for_tests import CommandLine
 from coalesce.configuration import check_trainer, make_experiments
 from coalesce.engine.lane import hyperparameters, riding_hyperparameters
 from coalesce.engine.lanes import Lanes
@@ -327,6 +329,20 @@ def test_other_schedules_do_not_depend_on_the_trainer() -> None:
         ]
 
     assert made(TRAINER) == made({**TRAINER, "evaluate_every": 10, "monitor": "val/error", "mode": "max"})
+
+
+def test_the_command_line_fills_in_what_the_trainer_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cli = CommandLine(tmp_path, monkeypatch, capsys)
+    trainer = ("trainer.evaluate_every=200", "trainer.monitor=val/loss", "trainer.mode=min")
+    order = cli.order("sweep.params={schedule: [cosine, plateau]}", *trainer)
+    cosine, plateau = (one.config["schedule"] for one in order.experiments)
+    assert not {"monitor", "mode", "every"} & set(cosine)
+    assert [plateau[key] for key in ("monitor", "mode", "every")] == ["val/loss", "min", 200]
+    own = cli.order("schedule=plateau", "schedule.every=300", "schedule.mode=max", *trainer).experiments[0]
+    assert [own.config["schedule"][key] for key in ("monitor", "mode", "every")] == ["val/loss", "max", 300]
+    assert "did you mean 'max'?" in cli.refused("schedule=plateau", "schedule.mode=maxx")
 
 
 def problems(schedule: Any, optimizer: Any = "sgd", **settings: Any) -> list[str]:

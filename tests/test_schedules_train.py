@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from coalesce.configuration import make_experiments, rides
 from coalesce.engine import compiling
 from coalesce.engine.lanes import Lanes
-from coalesce.experiment import Experiment
+from coalesce.experiment import Experiment, group
 from coalesce.optim import SCHEDULES
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
 from runner_helpers import Net
@@ -110,6 +111,16 @@ def test_lanes_equal_plain_loops_and_new_values_compile_nothing(
         # another template, which had other values: half of this test's time, so not for every schedule
         Lanes(template_of([experiments[3], experiments[1], experiments[0]]), 3).prepare_step()
     assert compiling.compilations() == 1, "a value is written into the graph"
+
+
+def test_milestones_ride_in_lists_of_one_length() -> None:
+    base = {"task": "runner_helpers.Net", "optimizer": "sgd", "schedule": "multi_step", "steps": 9, "batch_size": 8}
+    values = [[10, 20], [30.0, 40], [5], [7, 7]]
+    experiments, _ = make_experiments({**base, "seed": 0}, {"schedule.milestones": values})
+    assert [one.values["schedule.milestones"] for one in experiments] == [[10, 20], [30, 40], [5], [7, 7]]
+    assert [len(cohort.experiments) for cohort in group(experiments, rides)] == [3, 1]
+    (one,) = make_experiments({**base, "seed": 0}, {"schedule.milestones.1": [99]})[0]
+    assert one.config["schedule"]["milestones"] == [1000, 99]
 
 
 def test_static_words_and_numbers_of_items_split() -> None:
