@@ -36,11 +36,13 @@ class Reading:
         steps: (K,) updates done.
         alive: (K,) whether the lane is sound; a diverged one is not.
         metrics: name → (K,) float64, of each lane's last sound step.
+        finite: (K,) whether the loss of the step at which a lane broke was finite: then an update was not.
     """
 
     steps: list[int]
     alive: list[bool]
     metrics: Mapping[str, list[float]]
+    finite: Sequence[bool] = ()
 
 
 def chunks(size: int, most: int) -> list[tuple[int, int]]:
@@ -149,7 +151,8 @@ class Lanes:
     def read(self) -> Reading:
         """Where the lanes stand."""
         metrics = {name: value.tolist() for name, value in part(self.state, "train").items()}
-        reading = Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), metrics)
+        steps, alive, finite = (self.state[f"lane/{n}"].tolist() for n in ("step", "alive", "finite"))
+        reading = Reading(steps, alive, metrics, finite)
         self._stand(reading)
         return reading
 
@@ -315,6 +318,7 @@ class Lanes:
         state["lane/step"] = torch.tensor(0)
         state["lane/steps"] = torch.tensor(experiment.steps)
         state["lane/alive"] = torch.tensor(True)
+        state["lane/finite"] = torch.tensor(True)
         if template.folds is not None:
             state["lane/fold"] = torch.tensor(experiment.fold)
         if len(template.batch_sizes) > 1:

@@ -40,7 +40,7 @@ class Plain:
         self.evaluate_batch_size = evaluate_batch_size
         self.data = template.own_data(template.experiment).to(self.device)
         self.summaries = Summaries(template)
-        self.step, self.alive = 0, False
+        self.step, self.alive, self.finite = 0, False, True
 
     def prepare_step(self) -> None:
         """Nothing to compile."""
@@ -62,7 +62,7 @@ class Plain:
         named = dict(self.model.named_parameters())
         self.slots = {n: self.template.slots(n, named[n].detach(), experiment) for n in self.template.trained}
         self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
-        self.step, self.alive = 0, True
+        self.step, self.alive, self.finite = 0, True, True
 
     def clear(self, lane: int) -> None:
         """Stand still from now on."""
@@ -76,7 +76,7 @@ class Plain:
 
     def read(self) -> Reading:
         """Where the experiment stands, as `Lanes.read` tells it."""
-        return Reading([self.step], [self.alive], {n: [v] for n, v in self.metrics.items()})
+        return Reading([self.step], [self.alive], {n: [v] for n, v in self.metrics.items()}, [self.finite])
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
         """Every metric of a split, as `Lanes.evaluate` tells it."""
@@ -190,7 +190,8 @@ class Plain:
             batch = self.data.batch("train", piece)
             with Rules(self.key, self._count(self.step * count + number), {}):
                 loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
-            if not torch.isfinite(loss):
+            self.finite = bool(torch.isfinite(loss))
+            if not self.finite:
                 return self._break(before)
             # before the update: what the task returned may be a parameter itself
             found = {"loss": loss.item(), **{n: float(v.detach()) for n, v in extras.items()}}

@@ -70,12 +70,13 @@ def build_step(
 
     any_broken, last = _any(graph, broken, list(graph.nodes)[-1])
     kept = [n for n in results if n.partition("/")[0] in ("train", "buffer")]
-    lanes = [state[f"lane/{n}"] for n in ("alive", "step", "alive", "alive", "alive")]
+    lanes = [state[f"lane/{n}"] for n in ("alive", "step", "finite", "alive", "alive", "alive")]
     finish = trace(_finish, [*lanes, *(_example(results[n]) for n in kept), *(state[n] for n in kept)])
-    arguments = [holders["lane/alive"], holders["lane/step"], results["active"], results["good"], any_broken]
+    clock = ["lane/alive", "lane/step", "lane/finite"]
+    arguments = [*(holders[n] for n in clock), results["active"], results["good"], any_broken]
     arguments += [*(results[n] for n in kept), *(holders[n] for n in kept)]
     written, last = inline(graph, finish, arguments, last)
-    for name, value in zip(["lane/alive", "lane/step", *kept], written, strict=True):
+    for name, value in zip([*clock, *kept], written, strict=True):
         last = _write(graph, holders[name], value, last)
     with graph.inserting_after(last):
         graph.output(())
@@ -279,10 +280,13 @@ def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence
     return [torch.where(kept, new, param), *(torch.where(masks[n], moments[n], state[n]) for n in slots), broken]
 
 
-def _finish(alive: Tensor, step: Tensor, active: Tensor, good: Tensor, broken: Tensor, *values: Tensor) -> list[Tensor]:
+def _finish(
+    alive: Tensor, step: Tensor, finite: Tensor, active: Tensor, good: Tensor, broken: Tensor, *values: Tensor
+) -> list[Tensor]:
     """The lanes' clock after a step; and its metrics and buffers, where it was taken.
 
     Args:
+        finite: (K,) whether the loss of the lane's last step, taken or not, was finite.
         active: (K,) whether a step was to be taken; ``good``: whether the loss was finite; ``broken``: whether a
             parameter would not have been.
         values: the new ones, then the old ones in the same order.
@@ -290,7 +294,7 @@ def _finish(alive: Tensor, step: Tensor, active: Tensor, good: Tensor, broken: T
     done = good & ~broken
     pairs = zip(values[: len(values) // 2], values[len(values) // 2 :], strict=True)
     kept = [torch.where(_lanes(done, old), new.to(old.dtype), old) for new, old in pairs]
-    return [alive & (done | ~active), step + done.to(step.dtype), *kept]
+    return [alive & (done | ~active), step + done.to(step.dtype), torch.where(active, good, finite), *kept]
 
 
 def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -21,6 +21,12 @@ from coalesce.optim import SCHEDULES
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
 
+#: What is said of an experiment whose loss was finite when it broke.
+_UPDATE_BROKE = (
+    "the loss was finite, so it is a gradient or the update. A torch.where gives a NaN gradient if the branch that it "
+    "did not take is infinite or NaN, or has such a slope: give that branch an argument that is safe"
+)
+
 
 @dataclass
 class Slot:
@@ -177,7 +183,7 @@ class _CohortRun:
                 self._end(slot, "failed", lane, str(failed[lane]))
                 self._empty(lane)
             elif lane in ended:
-                self._take_out(lane, slot, reading.alive[lane])
+                self._take_out(lane, slot, reading)
 
     def _is_judged(self, slot: Slot) -> bool:
         """Whether the schedule looks at a metric of this experiment now, by its own steps."""
@@ -203,11 +209,12 @@ class _CohortRun:
             self._record(slot, {f"{split}/{n}": value for n, value in found.items()})
         return failed
 
-    def _take_out(self, lane: int, slot: Slot, alive: bool) -> None:
-        message = ""
+    def _take_out(self, lane: int, slot: Slot, reading: Reading) -> None:
+        message, alive = "", reading.alive[lane]
         if not alive:
-            step = slot.steps + 1
-            message = f"the loss or a parameter turned infinite or NaN at step {step}"
+            message = f"the loss or a parameter turned infinite or NaN at step {slot.steps + 1}"
+            if reading.finite and reading.finite[lane]:
+                message += f"; {_UPDATE_BROKE}"
         self._end(slot, "finished" if alive else "diverged", lane, message)
         self._empty(lane)
 
