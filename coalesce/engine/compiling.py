@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._inductor.loop_body import LoopBody
 
 Runner = Callable[..., Sequence[Tensor]]
 
@@ -43,10 +45,34 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         prepare(module)
     key = _signature(module, inputs)
     if key not in _compiled:
-        with torch.no_grad():
+        with torch.no_grad(), _without_loads_that_are_none():
             # torch._inductor.compile is private by its name and documented; tried on torch 2.13.0
             _compiled[key] = torch._inductor.compile(module, list(inputs), options=_OPTIONS)
     return _compiled[key]
+
+
+@contextmanager
+def _without_loads_that_are_none() -> Iterator[None]:
+    """Mend a fault of TorchInductor's for CPUs while a graph is compiled. Tried on torch 2.13.0.
+
+    Where kernels of one outer loop are fused, it asks how each user of an intermediate buffer reads it, to make the
+    buffer a local one. A copy into the state is a user too, since it must come later, but reads nothing of it; asking
+    raised a KeyError, and a step such as ``w.copy_(w - softmax(exp(softmax(w * x)) * x))`` was not compiled at all.
+    The answer here, None, is no contiguous read, so that this one buffer stays as it is.
+    """
+    original = LoopBody.get_read_expr
+
+    def get_read_expr(self: LoopBody, buffer_name: str) -> Any:
+        try:
+            return original(self, buffer_name)
+        except KeyError:
+            return None
+
+    LoopBody.get_read_expr = get_read_expr  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LoopBody.get_read_expr = original  # type: ignore[method-assign]
 
 
 def lift_constants(module: fx.GraphModule) -> list[Tensor]:
