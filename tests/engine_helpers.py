@@ -263,13 +263,26 @@ def stream_dropout(key: Tensor, step: int) -> Iterator[None]:
 
         return pool
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *options: Any, dropout_p: float = 0.0) -> Tensor:
-        """As the documentation of `scaled_dot_product_attention` defines it, without masks."""
-        given = dict(zip(("mask", "dropout_p", "is_causal"), options, strict=False))
-        assert given.get("mask") is None
-        assert not given.get("is_causal")
-        weight = torch.softmax(query @ key.transpose(-2, -1) / math.sqrt(query.size(-1)), dim=-1)
-        return dropout(weight, given.get("dropout_p", dropout_p)) @ value
+    stock = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """With dropout as the documentation of `scaled_dot_product_attention` defines it, without a boolean mask."""
+        if dropout_p == 0:
+            return stock(query, key, value, attn_mask, 0.0, is_causal, **options)
+        assert not options
+        scores = query @ key.transpose(-2, -1) / math.sqrt(query.size(-1))
+        if is_causal:
+            scores = scores + torch.full_like(scores, -torch.inf).triu(1)
+        scores = scores if attn_mask is None else scores + attn_mask
+        return dropout(torch.softmax(scores, dim=-1), dropout_p) @ value
 
     def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         """Layer by layer, dropout between them; masks of shape (D, T, B)."""

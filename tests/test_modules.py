@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import modules_attention  # noqa: F401
 import modules_layers  # noqa: F401
 import modules_losses  # noqa: F401
 import modules_recurrent  # noqa: F401
@@ -11,7 +12,11 @@ import modules_state  # noqa: F401
 from module_table import LAWS, cases, stand
 
 # operations without a rule for lanes of their own are done lane by lane: slow, and right
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+    # the plain model's encoder, in evaluation
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning"),
+]
 
 
 @pytest.mark.parametrize(("row", "law"), cases(compile=False))
