@@ -124,6 +124,17 @@ def test_an_experiment_has_the_same_id_however_it_is_asked_for(cli: CommandLine)
     assert experiment.id == "db28fff83186"
 
 
+def test_name_patterns_are_given_on_the_command_line(cli: CommandLine) -> None:
+    """Without quotes: Hydra's grammar has none for the keys of a mapping."""
+    sweep = "sweep.params={optimizer.lr_factors.*bias: [2, 0.5], seed: [0, 1]}"
+    order = cli.order("optimizer.no_decay=[*.bias]", "optimizer.lr_factors={head.*: 0.1}", sweep)
+    found = [e.config["optimizer"]["lr_factors"] for e in order.experiments]
+    assert found == [{"*bias": f, "head.*": 0.1} for f in (2.0, 2.0, 0.5, 0.5)]
+    assert order.experiments[0].config["optimizer"]["no_decay"] == ["*.bias"]
+    (cohort,) = group(order.experiments, rides)
+    assert cohort.riding == ("optimizer.lr_factors.*bias", "seed")
+
+
 def test_sweeps_leave_room_for_other_groups(cli: CommandLine) -> None:
     order = cli.order("sweep=lr_grid", "task=mnist1d_mlp", "optimizer=sgd", "schedule=constant")
     assert order.experiments[0].config["optimizer"]["name"] == "sgd"

@@ -16,6 +16,7 @@ from coalesce.engine import compiling
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.plain import Plain
 from coalesce.experiment import Experiment
+from coalesce.optim import OPTIMIZERS
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
 from optim_rows import BY_RULE, ROWS, Row
 
@@ -109,7 +110,31 @@ def test_lanes_equal_plain_loops_and_what_is_not_trained_stays(row: Row) -> None
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-12)
 
 
-@rows("adamw", "muon")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adafactor-eps", "muon"])
+def test_compiled_lanes_equal_plain_loops_beside_a_broken_one(name: str) -> None:
+    """The rules with sums and matrix products inside a lane. What a neighbour does shows in no bit."""
+    torch.set_default_dtype(torch.float64)
+    row = ROWS[name]
+    experiments = [make(row, lane) for lane in range(3)]
+    wild = make(row, 1, **dict.fromkeys(OPTIMIZERS[row.rule].rates, 1e306), weight_decay=1.0)
+    lanes = lanes_of(experiments, compile=True)
+    lanes.advance(STEPS)
+    usual = [lanes.state_dict(lane) for lane in range(3)]
+    for lane, one in enumerate(experiments):
+        assert worst(lanes, lane, train_alone(one).model) < 1e-12
+    for lane, one in enumerate([experiments[0], wild, experiments[2]]):
+        lanes.fill(lane, one)
+    lanes.advance(STEPS)
+    assert lanes.read().alive == [True, False, True]
+    assert all(torch.isfinite(value).all() for value in lanes.state_dict(1).values())
+    for lane in (0, 2):
+        assert all(torch.equal(value, usual[lane][n]) for n, value in lanes.state_dict(lane).items())
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, id=n, marks=[] if n in ("adamw", "muon") else pytest.mark.slow) for n, r in BY_RULE.items()]
+)
 def test_new_values_compile_nothing(row: Row, counted: None) -> None:
     first = Lanes(template_of([make(row, 0), make(row, 1)]), 2)
     first.prepare_step()

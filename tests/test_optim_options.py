@@ -107,9 +107,8 @@ def test_lanes_equal_plain_loops(rule: str, way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "way"), [("adamw", "all"), ("muon", "factors"), ("sgd", "average")])
-def test_compiled_lanes_equal_plain_loops(rule: str, way: str) -> None:
-    check(three(rule, way), compile=True)
+def test_compiled_lanes_equal_plain_loops() -> None:
+    check(three("adamw", "all"), compile=True)
 
 
 @pytest.mark.parametrize("way", WAYS)
