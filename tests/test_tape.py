@@ -17,6 +17,7 @@ import coalesce
 from coalesce.engine.compiling import compilations
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.pieces import choose, matching, piece_of
+from coalesce.engine.tape import Tape
 from coalesce.engine.trace import cut_here, trace
 from engine_helpers import experiment, lanes_of, train_alone, worst
 
@@ -101,6 +102,23 @@ def three(task: type[Cut] = Cut, optimizer: dict[str, Any] | None = None, **argu
 
 def every_module(lanes: Lanes) -> tuple[str, ...]:
     return matching(lanes.template.model, ["*"])
+
+
+def test_an_operation_of_several_results_is_done_again_as_a_whole() -> None:
+    """What follows from steps alone is computed again behind a cut; one half needs the operation that halves."""
+
+    def function(step: Tensor, x: Tensor) -> list[Tensor]:
+        left, right = (step[:, None] + torch.arange(400)).split(200, dim=1)
+        x = x * left
+        cut_here()
+        return [x * right]
+
+    inputs = [torch.tensor([3, 4]), torch.randn(2, 200)]
+    tape = Tape(trace(function, inputs), inputs, compile=False, cheap=[0])
+    assert len(tape.segments) == 2
+    assert all(isinstance(n.meta["val"], Tensor) for segment in tape.segments for n in segment.inputs)
+    (found,) = tape(*inputs)
+    assert torch.equal(found, function(*inputs)[0])
 
 
 @pytest.mark.parametrize("optimizer", [None, {"name": "adam", "clip_norm": 0.5}], ids=["sgd", "clipped adam"])

@@ -104,8 +104,9 @@ def cut(module: fx.GraphModule, cheap: set[fx.Node], large: int) -> list[Segment
             return copies[node]
         foreign = home.get(node, segment) != segment
         # A view of what an update writes: the compiler could not know that it is the same memory, and would update
-        # before the view's last read.
-        if not foreign or not (node in again or (is_view(node) and _root(node) in written)):
+        # before the view's last read. Several results of one operation (x.split) are no value that can cross.
+        several = isinstance(node.meta.get("val"), tuple | list)
+        if not foreign or not (node in again or several or (is_view(node) and _root(node) in written)):
             return node
         arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda n: own(n, segment, copies, before))
         with graph.inserting_before(before):
