@@ -35,6 +35,8 @@ def sweep(
     Args:
         task: the class, its dotted name, or a mapping with ``_target_`` and constructor arguments.
         params: nested or dotted key → its values: ``{"optimizer.lr": [0.1, 0.01], "seed": range(8)}``.
+            ``task``, ``optimizer`` and ``schedule`` themselves take classes and names; a value that belongs to one of
+            them is zipped with it, and is None where there is no such key.
         optimizer, schedule: a rule's name, or a mapping with ``name`` and hyperparameters.
         steps: updates per experiment.
         batch_size: B, samples per update.
