@@ -13,6 +13,7 @@ from coalesce.experiment import Experiment
 from coalesce.report.plan import LISTED, print_plan
 from coalesce.runner.plan import Plan
 from run_fakes import experiment, grid, plan
+from runner_helpers import Net, planned
 
 
 def printed(of: Plan, width: int = 80) -> str:
@@ -29,6 +30,11 @@ def test_counts_widths_memory_and_riding() -> None:
     assert row == ["0", "64", "64", "13,066", "175.8", "KiB", "12.1", "MiB"]
     assert "Riding, so that other values compile nothing: optimizer.lr, seed" in text
     assert "64 experiments in 1 cohort, 3,200 steps in all, on cpu (1 thread); about 12.1 MiB of memory at most" in text
+
+
+def test_short_batches_are_told() -> None:
+    text = printed(planned(Net, {"data.remainder": ["short"]}, batch_size=12))
+    assert "Epochs end in a short batch of 4, for which there is a further graph" in text
 
 
 def test_twenty_are_listed_and_the_rest_counted() -> None:

@@ -34,6 +34,11 @@ def print_plan(plan: Plan, console: Console) -> None:
         text.say(console, f"{text.ellipsis(console)} and {len(plan.cohorts) - LISTED:,} more\n")
     if len(riding) == 1 and any(riding):
         text.say(console, f"Riding, so that other values compile nothing: {', '.join(*riding)}")
+    # a plan that was read from a file has no templates
+    short = {size for planned in plan.cohorts if planned.template for size in planned.template.batch_sizes[1:]}
+    if short:
+        sizes = " and ".join(str(size) for size in sorted(short))
+        text.say(console, f"Epochs end in a short batch of {sizes}, for which there is a further graph")
     if plan.keys:
         _print_experiments(plan, console)
     device = plan.trainer.device + (f" ({text.count(plan.trainer.threads, 'thread')})" if plan.trainer.threads else "")
