@@ -289,6 +289,21 @@ class Sparse(Small):
         return coalesce.Data(train=(torch.arange(44).view(11, 4) % 7, torch.arange(11) % 3))
 
 
+class Norms(Sparse):
+    """In a module within the model, whose path the error gives."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Sequential(nn.Identity(), nn.EmbeddingBag(7, 3, max_norm=0.5)))
+
+    def use(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Complex(Small):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, dtype=torch.complex64))
+
+
 class FrozenByFloat(Small):
     def model(self) -> nn.Module:
         model = nn.Linear(4, 3)
@@ -321,6 +336,8 @@ BEFORE_TRACING: list[tuple[type[Small], str, str]] = [
     (NoData, "", r"must return a coalesce\.Data, not Tensor"),
     (Lazy, "", r"model\(\): 0 has no shape before its first call"),
     (Sparse, "", r"weight has a sparse gradient"),
+    (Norms, "", r"embedding_bag\(\) with max_norm=0\.5 writes into its weight(.|\n)*In the model's 0\.1, EmbeddingBag"),
+    (Complex, "", r"1\.weight is torch\.complex64, but lanes train real parameters"),
     (FrozenByFloat, "", r"weight has \(shape, dtype, requires_grad\)"),
 ]
 

@@ -7,6 +7,7 @@ import pytest
 import modules_attention  # noqa: F401
 import modules_layers  # noqa: F401
 import modules_losses  # noqa: F401
+import modules_parameters  # noqa: F401
 import modules_recurrent  # noqa: F401
 import modules_state  # noqa: F401
 from module_table import LAWS, cases, stand

@@ -304,6 +304,12 @@ def build(experiment: Experiment) -> tuple[Task, nn.Module]:
                 f"{name}.model(): {path} has no shape before its first call. Call the model once in model(), "
                 f"model(torch.zeros(1, ...)), before you return it."
             )
+    for path, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise TaskError(
+                f"{name}.model(): {path} is {parameter.dtype}, but lanes train real parameters. Keep a real one with a "
+                f"last dimension of 2, and take torch.view_as_complex(...) of it in forward()."
+            )
     return task, model
 
 

@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 import torch
+from torch import nn
 
 
 def user_line(error: BaseException | None = None) -> str:
@@ -28,7 +29,23 @@ def user_line(error: BaseException | None = None) -> str:
         return "  (at no line of the task's own)"
     chosen = theirs[-1]
     source = linecache.getline(chosen.filename, chosen.lineno or 0).strip()
-    return f'  File "{chosen.filename}", line {chosen.lineno}, in {chosen.name}\n    {source}'
+    return f'{_module(error)}  File "{chosen.filename}", line {chosen.lineno}, in {chosen.name}\n    {source}'
+
+
+def _module(error: BaseException | None) -> str:
+    """The innermost module whose code a stack is in, by its path in the outermost; empty if it is that itself."""
+    if error is not None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    else:
+        frames = [frame for frame, _ in traceback.walk_stack(None)][::-1]
+    entered = [
+        m for f in frames if f.f_code.co_name == "_call_impl" and isinstance(m := f.f_locals.get("self"), nn.Module)
+    ]
+    if not entered or entered[-1] is entered[0]:
+        return ""
+    inner = entered[-1]
+    path = next((name for name, module in entered[0].named_modules() if module is inner), "")
+    return f"  In the model's {path + ', ' if path else ''}{type(inner).__name__}:\n"
 
 
 _OURS = Path(__file__).parents[2]

@@ -156,6 +156,8 @@ class Rules(TorchFunctionMode):
         """Call a function of torch's. What is written in Python runs under the mode, so that rules see what it calls:
         a mode is off inside its own handler, and the draws within `F.gumbel_softmax` would escape it."""
         if not _dispatches(function):
+            if self.stacked and kwargs.get("out") is not None:
+                return _into(kwargs.pop("out"), function(*args, **kwargs))
             return function(*args, **kwargs)
         with self:
             return _body(function)(*args, **kwargs)
@@ -242,6 +244,13 @@ def shared(tensor: Tensor) -> bool:
     torch has no public way to ask; tried on torch 2.13.0, and by `tests/test_rules_factories.py`.
     """
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _into(out: Any, found: Any) -> Any:
+    """Write what a function found into its ``out=``, which vmap does not know (`spectral_norm` normalises so)."""
+    if not isinstance(out, Tensor):
+        return type(found)([_into(o, f) for o, f in zip(out, found, strict=True)])
+    return (out if out.shape == found.shape else out.resize_(found.shape)).copy_(found)
 
 
 @functools.cache
