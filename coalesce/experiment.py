@@ -10,12 +10,18 @@ from functools import cached_property
 from typing import Any
 
 #: The keys of an experiment's configuration: everything that determines its result, and nothing else.
-KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed", "data")
+KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed", "data", "precision")
 
 #: The key ``data``, which batches are made of: its keys, the defaults that they were introduced with, and the words of
 #: ``remainder``. They are younger than the rest: a configuration may leave them out.
 DATA: Mapping[str, Any] = {"remainder": "straddle", "fold": None}
 REMAINDERS = ("straddle", "drop", "short")
+
+#: Other keys that are younger than the first version and may be left out, and the defaults that they came with.
+YOUNGER = {"precision": "float32"}
+
+#: The values of ``precision``: all in the model's own dtype, or `torch.autocast` with bfloat16.
+PRECISIONS = ("float32", "bfloat16")
 
 #: Those of them of which whole options are swept: ``optimizer: [sgd, adamw]``.
 GROUPS = ("task", "optimizer", "schedule")
@@ -105,7 +111,7 @@ class Experiment:
 
     Args:
         config: exactly the keys of ``KEYS``; ``task`` and ``optimizer`` and ``schedule`` are mappings with every
-            argument in them, defaults filled in. ``data`` may be left out.
+            argument in them, defaults filled in. ``data`` and those of ``YOUNGER`` may be left out.
         values: the swept keys of this experiment, dotted, in the order of the sweep.
         introduced: see ``experiment_id``.
     """
@@ -140,6 +146,11 @@ class Experiment:
         """Which fold of a cross-validation it trains on; None: on all of the training split."""
         fold = self.config.get("data", {}).get("fold")
         return None if fold is None else int(fold)
+
+    @property
+    def precision(self) -> str:
+        """One of ``PRECISIONS``."""
+        return str(self.config.get("precision", YOUNGER["precision"]))
 
     def __str__(self) -> str:
         values = ", ".join(f"{k}={v}" for k, v in self.values.items())

@@ -27,6 +27,7 @@ def sweep(
     batch_size: int = 64,
     seed: int = 0,
     data: Mapping[str, Any] | None = None,
+    precision: str = "float32",
     zip: Sequence[Sequence[str]] = (),
     **trainer: Any,
 ) -> pd.DataFrame:
@@ -42,6 +43,7 @@ def sweep(
         batch_size: B, samples per update.
         seed: of experiments whose seed is not swept.
         data: how the samples become batches: ``remainder``; and which ``fold`` they are of.
+        precision: ``float32``, or ``bfloat16`` for `torch.autocast`.
         zip: groups of keys whose values run together instead of in all combinations.
         **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
 
@@ -67,6 +69,7 @@ def sweep(
         "batch_size": batch_size,
         "seed": seed,
         "data": {} if data is None else data,
+        "precision": precision,
     }
     problems: tuple[Problem, ...] = ()
     settings = Trainer()

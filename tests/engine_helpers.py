@@ -76,6 +76,7 @@ def experiment(
     batch_size: int = 8,
     seed: int = 0,
     data: Config | None = None,
+    precision: str = "float32",
 ) -> Experiment:
     """One experiment of a task class that stands at the top level of a module."""
 
@@ -94,6 +95,7 @@ def experiment(
             "batch_size": batch_size,
             "seed": seed,
             "data": {**DATA, **(data or {})},
+            "precision": precision,
         }
     )
 
@@ -151,7 +153,9 @@ def train_alone(
         losses = []
         for number, piece in enumerate(index.split(size // count)):
             call = step * count + number
-            with Rules(key, torch.tensor(call), {}) if draws else stream_dropout(key, call):
+            stream = Rules(key, torch.tensor(call), {}) if draws else stream_dropout(key, call)
+            mixed = torch.autocast("cpu", torch.bfloat16, enabled=experiment.precision == "bfloat16")
+            with mixed, stream:
                 loss = task.loss(model, data.batch("train", piece))
             loss = loss[0] if isinstance(loss, tuple) else loss
             # micro-batches weigh by their samples: the last one of a short batch may be shorter

@@ -188,8 +188,8 @@ def test_an_experiment_says_what_it_is() -> None:
     assert (experiment.seed, experiment.steps, experiment.batch_size) == (7, 2000, 64)
     assert str(experiment) == f"{experiment.id} (optimizer.lr=0.001, seed=7)"
     assert str(Experiment(CONFIG)) == Experiment(CONFIG).id
-    # made before there was a key data, which may be left out
-    assert {*CONFIG, "data"} == set(KEYS)
+    # made before there were these keys, which may be left out
+    assert {*CONFIG, "data", "precision"} == set(KEYS)
     assert experiment.remainder == "straddle"
     assert Experiment({**CONFIG, "data": {"remainder": "short"}}).remainder == "short"
 

@@ -10,7 +10,7 @@ from typing import Any
 from coalesce.configuration.tasks import TaskClass, find_task, static_of
 from coalesce.configuration.values import Kind, coerce, floats_of, kind_of_hyper
 from coalesce.errors import Problem, nearest
-from coalesce.experiment import DATA, KEYS, REMAINDERS, Experiment
+from coalesce.experiment import DATA, KEYS, PRECISIONS, REMAINDERS, YOUNGER, Experiment
 from coalesce.optim import OPTIMIZERS, SCHEDULES
 from coalesce.optim.base import Rule
 from coalesce.runner.plan import Trainer
@@ -79,7 +79,7 @@ class Resolver:
         introduced: dict[str, Any] = {}
         problems: list[Problem] = []
         for key in KEYS:
-            if key not in config and key != "data":
+            if key not in config and key not in ("data", *YOUNGER):
                 problems.append(Problem(key, None, "is missing", "an experiment's keys are " + ", ".join(KEYS)))
                 continue
             value = config.get(key)
@@ -108,6 +108,8 @@ class Resolver:
             return resolve_rule(key, value, RULES[key], self._trainer)
         if key == "data":
             return resolve_data(value)
+        if key == "precision":
+            return _precision(value)
         return self._task(value)
 
     def _task(self, config: Any) -> Section:
@@ -131,6 +133,13 @@ class Resolver:
         if target not in self._tasks:
             self._tasks[target] = find_task(target)
         return self._tasks[target]
+
+
+def _precision(value: Any) -> Section:
+    value = YOUNGER["precision"] if value is None else value
+    near = nearest(str(value), PRECISIONS)
+    problems = [Problem("precision", value, "unknown precision", ", ".join(PRECISIONS), near)]
+    return value, {"precision": YOUNGER["precision"]}, [] if value in PRECISIONS else problems
 
 
 def resolve_arguments(

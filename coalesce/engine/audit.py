@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from coalesce.data import Data
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Path, attributes, lookup, spell
+from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.errors import TaskError
@@ -142,6 +143,8 @@ class Audit:
             with host.holding(rounded, scalars):
                 found = self._outcome(host, variant, 0, riding=scalars)
             coarse = max(torch.finfo(p.dtype).eps for p in tensors.values() if p.is_floating_point())
+            if self.experiment.precision == "bfloat16":
+                coarse = torch.finfo(torch.bfloat16).eps
             wrong = _unlike(expected.values, found.values, tolerance=max(_CLOSE, 4 * coarse))
             if wrong:
                 raise TaskError(
@@ -185,7 +188,8 @@ class Audit:
         stream = key, torch.tensor(step), named
         outcome = Outcome()
         instance.model.train()
-        with own_code(f"{instance.name}.loss()"), Rules(*stream, origins=origins, watch=True):
+        mixed = autocast(experiment)
+        with mixed, own_code(f"{instance.name}.loss()"), Rules(*stream, origins=origins, watch=True):
             loss, extras = split_loss(instance.task.loss(instance.model, batch), instance.name)
         outcome.values = {"the loss": loss.detach(), **{n: v.detach() for n, v in extras.items()}}
         if leaves is not None:
@@ -196,12 +200,14 @@ class Audit:
             instance.model.eval()
             size = min(self.data.sizes[split], experiment.batch_size)
             batch = self.data.batch(split, torch.arange(size))
-            with torch.no_grad(), own_code(f"{instance.name}.metrics()"), Rules(*stream, origins=origins, watch=True):
+            what, rules = f"{instance.name}.metrics()", Rules(*stream, origins=origins, watch=True)
+            with torch.no_grad(), autocast(experiment), own_code(what), rules:
                 found = check_scalars(instance.task.metrics(instance.model, batch), f"{instance.name}.metrics()")
             outcome.values |= {f"the metric {n}": v for n, v in found.items()}
             if defines(type(instance.task), "outputs"):
                 what = f"{instance.name}.outputs()"
-                with torch.no_grad(), own_code(what), Rules(*stream, origins=origins, watch=True):
+                rules = Rules(*stream, origins=origins, watch=True)
+                with torch.no_grad(), autocast(experiment), own_code(what), rules:
                     given = check_outputs(instance.task.outputs(instance.model, batch), what, size)
                 outcome.values |= {f"the output {n}".strip(): v.detach() for n, v in given.items()}
         return outcome

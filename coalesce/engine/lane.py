@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Path, spell
+from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template
@@ -100,7 +101,8 @@ def _run(
     named = {spell(path): value for path, value in riding.items()}
     origins = {spell(path): origin for path, origin in template.origins.items()}
     rules = Rules(key, step, named, origins=origins)
-    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), rules, own_code(what):
+    mixed = autocast(template.experiment, key.device)
+    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, own_code(what):
         return method(instance.model, batch)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.lanes import Reading, chunks
+from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, split_loss
 from coalesce.engine.rules import Rules
 from coalesce.engine.summary import Evaluation, Part, Summaries
@@ -113,7 +114,7 @@ class Plain:
         known = self.template.rehearsal
         batch = self.data.batch(split, torch.arange(start, stop, device=self.device))
         outputs: dict[str, Tensor] = {}
-        with torch.no_grad(), self.averaged():
+        with torch.no_grad(), self.averaged(), autocast(self.experiment, self.device):
             with Rules(self.key, self._count(self.step), {}):
                 found = check_scalars(self.task.metrics(self.model, batch), "metrics()")
             if known.outputs:
@@ -188,7 +189,8 @@ class Plain:
             # of equal ones exactly their number
             shares = size / len(piece)
             batch = self.data.batch("train", piece)
-            with Rules(self.key, self._count(self.step * count + number), {}):
+            stream = Rules(self.key, self._count(self.step * count + number), {})
+            with autocast(self.experiment, self.device), stream:
                 loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
             self.finite = bool(torch.isfinite(loss))
             if not self.finite:

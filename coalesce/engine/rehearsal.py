@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coalesce.engine.precision import autocast
 from coalesce.engine.rules import Rules, user_line
 from coalesce.engine.rules.mode import Labels
 from coalesce.errors import ConfigError, Problem, TaskError
@@ -87,7 +88,8 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
 
     def step(*contexts: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with ExitStack() as stack:
-            for context in (*contexts, own_code(f"{name}.loss()"), Rules(key, zero, {}, labels, watch=True)):
+            rules = Rules(key, zero, {}, labels, watch=True)
+            for context in (*contexts, autocast(experiment), own_code(f"{name}.loss()"), rules):
                 stack.enter_context(context)
             return split_loss(task.loss(model, batch), name)
 
@@ -121,7 +123,8 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
         model.eval()
         batch = data.batch(split, torch.arange(min(data.sizes[split], experiment.batch_size)))
         given = {str(i): t.clone() for i, t in enumerate(_tensors(batch))}
-        with torch.no_grad(), own_code(f"{name}.metrics()"), Rules(key, zero, {}, watch=True):
+        rules = Rules(key, zero, {}, watch=True)
+        with torch.no_grad(), autocast(experiment), own_code(f"{name}.metrics()"), rules:
             found = task.metrics(model, batch)
         metrics = tuple(check_scalars(found, f"{name}.metrics()"))
         _check_kept(f"{name}.metrics()", "the parameter", weights, dict(model.named_parameters()))
@@ -146,7 +149,7 @@ def _rehearse_summary(
     with torch.no_grad():
         for index in torch.arange(data.sizes[split]).split(_REHEARSED):
             batch = data.batch(split, index)
-            with own_code(f"{name}.outputs()"), Rules(key, zero, {}, watch=True):
+            with autocast(experiment), own_code(f"{name}.outputs()"), Rules(key, zero, {}, watch=True):
                 returned = task.outputs(model, batch)
             found.append(check_outputs(returned, f"{name}.outputs()", len(index)))
         whole = {n: torch.cat([piece[n] for piece in found]) for n in found[0]}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from coalesce import random
+from coalesce.engine.rules import autocast
 from coalesce.engine.rules.lines import user_line
 from coalesce.errors import TaskError
 
@@ -117,6 +118,8 @@ class Rules(TorchFunctionMode):
         self.labels = labels
         self.calls = 0
         self.stacked = not shared(key)
+        # inside a call, where torch's own autocast is off
+        self._precision: torch.dtype | None = None
         self._depth, self._around = 0, ExitStack()
 
     def __enter__(self) -> Self:
@@ -169,7 +172,11 @@ class Rules(TorchFunctionMode):
         handler = RULES.get(func)
         before = torch.random.get_rng_state() if self.watch else None
         try:
-            returned = self.open(func, *args, **kwargs) if handler is None else handler(self, *args, **kwargs)
+            precision = (self._precision or autocast.precision_of(self.key.device)) if self.stacked else None
+            if precision is None:
+                returned = self.open(func, *args, **kwargs) if handler is None else handler(self, *args, **kwargs)
+            else:
+                returned = self._cast(func, handler, precision, args, kwargs)
         except TaskError:
             raise
         except (RuntimeError, TypeError) as error:
@@ -180,6 +187,19 @@ class Rules(TorchFunctionMode):
         if before is not None and not torch.equal(before, torch.random.get_rng_state()):
             raise _draws(func)
         return returned
+
+    def _cast(
+        self, func: Callable[..., Any], handler: Handler | None, precision: torch.dtype, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a function as `torch.autocast` has it; see `autocast`."""
+        args, kwargs, narrow = autocast.cast(func, args, kwargs, precision)
+        before, self._precision = self._precision, precision
+        try:
+            with torch.autocast(self.key.device.type, enabled=False):
+                returned = self.open(func, *args, **kwargs) if handler is None else handler(self, *args, **kwargs)
+        finally:
+            self._precision = before
+        return returned if narrow is None else returned.to(narrow)
 
     def _explain(self, func: Callable[..., Any], error: Exception, given: Sequence[Any]) -> TaskError | None:
         name = getattr(func, "__name__", str(func))
