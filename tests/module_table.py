@@ -48,7 +48,8 @@ class Row:
         draws: the loss itself draws random numbers. Then the plain loop runs under the same rules, which
             `test_rules_draws.py` looks at.
         compiled: keep the laws compiled as well, marked slow. A row takes 10 to 30 seconds, so one row of a kind does.
-        slow: too slow for the plain suite, eager as well.
+        slow: eager as well it is no part of the plain suite, whose time is short: its functions are looked at one by
+            one in `test_rules_riding.py`, or a row of the same kind stands beside it.
     """
 
     name: str

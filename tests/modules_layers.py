@@ -86,6 +86,7 @@ rows(
             nn.Flatten(),
             nn.Linear(8, 2),
         ),
+        slow=True,
     ),
     Row(
         "LayerNorm, GroupNorm, RMSNorm, LocalResponseNorm",
@@ -195,6 +196,7 @@ rows(
             Unpool(3),
             nn.FractionalMaxPool3d(2, output_ratio=0.5),
         ),
+        slow=True,
     ),
 )
 
@@ -224,6 +226,7 @@ rows(
             nn.Sequential(nn.SiLU(), nn.LeakyReLU(a, inplace=True)),
             *(nn.RReLU(), nn.RReLU(a / 2, a), nn.Sequential(nn.SiLU(), nn.RReLU(a, 0.5, inplace=True))),
         ),
+        slow=True,
     ),
     Row(
         "CELU",
@@ -253,5 +256,6 @@ rows(
                 nn.Unflatten(1, (2, 2)), nn.ReplicationPad3d(1), nn.Upsample(scale_factor=2, mode="trilinear")
             ),
         ),
+        slow=True,
     ),
 )

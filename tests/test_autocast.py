@@ -41,6 +41,10 @@ W, B, LABELS = number(5, 6), number(5), torch.tensor([0, 1, 2, 3])
 with torch.random.fork_rng():
     torch.manual_seed(0)
     LINEAR, ATTENTION = nn.Linear(6, 3).requires_grad_(False), nn.MultiheadAttention(6, 2).requires_grad_(False)
+    GRU, LSTM, RNN, *CELLS = (
+        kind(6, 3).requires_grad_(False) for kind in (nn.GRU, nn.LSTM, nn.RNN, nn.GRUCell, nn.LSTMCell, nn.RNNCell)
+    )
+    GRU_CELL, LSTM_CELL, RNN_CELL = CELLS
 ONES, KERNEL = torch.ones(6), number(6, 2, 3)
 
 #: Of x, float32, and h, bfloat16, both (4, 6).
@@ -59,6 +63,13 @@ CASES: dict[str, Case] = {
     "transposed convolution": lambda x, h: F.conv_transpose1d(x.view(4, 2, 3), number(2, 4, 3), number(4)),
     "attention": lambda x, h: F.scaled_dot_product_attention(x[None], x[None], x[None]),
     "MultiheadAttention": lambda x, h: ATTENTION(x[:, None], x[:, None], x[:, None])[0],
+    "GRU": lambda x, h: GRU(x[:, None])[0],
+    "GRU of bfloat16": lambda x, h: GRU(h[:, None])[0],
+    "LSTM": lambda x, h: LSTM(x[:, None])[0],
+    "RNN": lambda x, h: RNN(x[:, None])[0],
+    "GRUCell": lambda x, h: GRU_CELL(x),
+    "LSTMCell": lambda x, h: LSTM_CELL(h)[0],
+    "RNNCell": lambda x, h: RNN_CELL(x),
     "prelu": lambda x, h: F.prelu(h, torch.ones(1) / 3),
     "layer_norm": lambda x, h: F.layer_norm(h, (6,), ONES / 2, ONES),
     "layer_norm of float32": lambda x, h: F.layer_norm(x, (6,), ONES / 2, ONES),

@@ -43,6 +43,8 @@ _HIGH = _named(
 )
 #: Computed in float32, their result in the dtype of the input, as the fused kernels of a plain loop do.
 _SAME = _named("layer_norm rms_norm group_norm batch_norm instance_norm")
+#: Recurrences whose products alone are in bfloat16: computed in float32 here, their result in the dtype of the state.
+_STATE = _named("gru gru_cell lstm_cell")
 #: What autocast leaves alone: integers, float64.
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,6 +75,10 @@ def cast(
             if args:
                 return (x.float(), *args[1:]), kwargs, x.dtype
             return args, {**kwargs, "input": x.float()}, x.dtype
+    elif name in _STATE:
+        state = args[1][0] if isinstance(args[1], tuple | list) else args[1]
+        wide, options = tree_map(lambda t: _to(t, torch.float32), (args, dict(kwargs)))
+        return wide, options, state.dtype if state.dtype in _CAST else None
     return args, kwargs, None
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from coalesce import random
 from coalesce.engine.rules import autocast
@@ -199,7 +200,7 @@ class Rules(TorchFunctionMode):
                 returned = self.open(func, *args, **kwargs) if handler is None else handler(self, *args, **kwargs)
         finally:
             self._precision = before
-        return returned if narrow is None else returned.to(narrow)
+        return returned if narrow is None else tree_map(lambda t: t.to(narrow), returned)
 
     def _explain(self, func: Callable[..., Any], error: Exception, given: Sequence[Any]) -> TaskError | None:
         name = getattr(func, "__name__", str(func))
