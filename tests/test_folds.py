@@ -94,7 +94,9 @@ def folded(number: int, fold: int | None, remainder: str = "straddle", **argumen
 PAIRS = ((0, 0), (1, 1), (2, 2), (3, 2))
 
 
-@pytest.mark.parametrize("remainder", ["straddle", "drop", "short"])
+@pytest.mark.parametrize(
+    "remainder", ["straddle", *(pytest.param(word, marks=pytest.mark.slow) for word in ("short", "drop"))]
+)
 def test_a_fold_in_a_lane_is_the_fold_alone(remainder: str) -> None:
     lanes = lanes_of([folded(number, fold, remainder) for number, fold in PAIRS], evaluate_batch_size=4)
     for count in (9, 4, 20):

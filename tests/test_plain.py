@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "clipped": {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True, "clip_norm": 0.2}},
     "norm": {"arguments": {"norm": True}, "optimizer": "adam"},
     "short": {"params": {"data.remainder": ["short"], "steps": [11, 30]}, "arguments": {"norm": True}},
-    "drop": {"params": {"data.remainder": ["drop"]}},
     "all": {
         "params": {"optimizer.lr": [0.01, 0.1], "task.dropout": [0.1, 0.3], "steps": [17, 30], "seed": [3]},
         "arguments": {"norm": True, "splits": "train val test"},

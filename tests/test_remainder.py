@@ -69,7 +69,11 @@ def normed(
 
 @pytest.mark.parametrize(
     ("remainder", "batch_size", "accumulate"),
-    [("drop", 8, 1), ("short", 8, 1), ("short", 7, 1), ("short", 29, 1), ("short", 8, 2)],
+    [
+        ("short", 8, 1),
+        ("short", 8, 2),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in (("drop", 8, 1), ("short", 7, 1), ("short", 29, 1))),
+    ],
 )
 def test_batches_are_those_of_a_data_loader(remainder: str, batch_size: int, accumulate: int) -> None:
     """Over some epochs: the short batch's mean loss, and BatchNorm over it. At 7 the short batch is one sample; in two
@@ -184,10 +188,16 @@ def test_lanes_out_of_step_do_not_see_each_other(compile: bool) -> None:
             assert (value - weights[name]).abs().max() <= tolerance
 
 
-def test_aligned_lanes_are_called_as_often_as_they_step() -> None:
-    lanes = lanes_of([normed(n, "short") for n in range(3)])
+def test_the_check_at_the_start_looks_at_the_short_batch_too() -> None:
+    lanes = lanes_of([normed(0, "short"), normed(1, "short", steps=9)])
     lanes.prepare_step()
+    before = {name: tensor.clone() for name, tensor in lanes.state.items()}
+    check(lanes, ("val",))
+    assert all(torch.equal(t.nan_to_num(), before[n].nan_to_num()) for n, t in lanes.state.items())
+    assert lanes.read().steps == [0, 0]
+    steps: Any = lanes._steps
     calls: list[int] = []
+    kept = dict(steps)
 
     def counted(size: int, run: Any, inputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
         def call(*given: Tensor) -> Any:
@@ -196,24 +206,15 @@ def test_aligned_lanes_are_called_as_often_as_they_step() -> None:
 
         return call, inputs
 
-    steps: Any = lanes._steps
-    steps |= {size: counted(size, *step) for size, step in steps.items()}
-    lanes.advance(6)
+    # aligned lanes are called as often as they step, whatever the check left
+    steps |= {size: counted(size, *step) for size, step in kept.items()}
+    lanes.advance(3)
     lanes.read()
-    lanes.advance(6)
-    assert calls == [8, 8, 8, 5] * 3
-
-
-def test_the_check_at_the_start_looks_at_the_short_batch_too() -> None:
-    lanes = lanes_of([normed(0, "short"), normed(1, "short", steps=9)])
-    lanes.prepare_step()
-    before = {name: tensor.clone() for name, tensor in lanes.state.items()}
-    check(lanes, ("val",))
-    assert all(torch.equal(t.nan_to_num(), before[n].nan_to_num()) for n, t in lanes.state.items())
-    lanes.advance(4)
-    assert lanes.read().steps == [4, 4]
-    steps: Any = lanes._steps
-    run, inputs = steps[5]
+    lanes.advance(5)
+    assert calls == [8, 8, 8, 5] * 2
+    assert lanes.read().steps == [8, 8]
+    run, inputs = kept[5]
+    steps |= kept
 
     def wrong(*given: Tensor) -> Any:
         run(*given)
@@ -228,8 +229,7 @@ def test_the_check_at_the_start_looks_at_the_short_batch_too() -> None:
 @pytest.mark.parametrize(("remainder", "batch_size"), [("short", 29), ("drop", 8), ("straddle", 8)])
 def test_there_is_no_further_graph_without_need(remainder: str, batch_size: int) -> None:
     lanes = lanes_of([normed(0, remainder, batch_size=batch_size)])
-    lanes.prepare_step()
-    assert list(lanes._steps) == [batch_size]
+    assert lanes.template.batch_sizes == (batch_size,)
     assert "lane/until" not in lanes.state
 
 
@@ -271,6 +271,7 @@ def test_a_model_that_cannot_take_the_short_batch_is_refused_at_the_start() -> N
         ran(Normed, {"data.remainder": ["short"]}, batch_size=7)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_all_three() -> None:
     done = ran(Normed, {"data.remainder": ["straddle", "drop", "short"]}, steps=12)
     assert [result.status for result in done.in_order()] == ["finished"] * 3

@@ -76,6 +76,8 @@ class Judged(coalesce.Task):
         assert outputs.shape == y.shape
         if self.how == "raises" and self.threshold > 0.5:
             raise ValueError("no threshold of mine")
+        if self.how == "other" and self.threshold > 0.5:
+            return {"f2": 0.0}
         if self.how == "draws":
             return {"auc": random.random() + torch.rand(()).item() + np.random.rand()}
         f1 = f1_score(y, outputs > self.threshold)
@@ -101,8 +103,10 @@ def expected(task: Any, model: nn.Module, split: tuple[Tensor, Tensor]) -> dict[
     return {"f1": 2 * hits / (found.sum() + target.sum()), "auc": sum(pairs) / len(pairs), "count": len(target)}
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("most", [4, 17, 100])
+@pytest.mark.parametrize(
+    ("most", "compile"),
+    [(4, False), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((17, False), (100, False), (4, True)))],
+)
 def test_a_splits_whole_output_is_summed_up(most: int, compile: bool) -> None:
     experiments = [judged(number) for number in range(3)]
     lanes = lanes_of(experiments, compile=compile, evaluate_batch_size=most)
@@ -158,6 +162,13 @@ def test_one_that_raises_fails_alone_and_says_where() -> None:
     assert "ValueError: no threshold of mine" in second.message
     assert 'raise ValueError("no threshold of mine")' in second.message
     assert "test_summary.py" in second.message
+
+
+def test_one_that_returns_other_metrics_fails_alone() -> None:
+    done = ran(Judged, {"task.threshold": [0.5, 0.7]}, arguments={"how": "other"}, steps=5, stack=False)
+    first, second = done.in_order()
+    assert (first.status, second.status) == ("finished", "failed")
+    assert "returned f2, but f1, auc, count at the start" in second.message
 
 
 @pytest.mark.parametrize("stack", [True, False])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coalesce.engine.rehearsal import check_summary, own_code
 from coalesce.engine.template import Template, build, seeded
+from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.task import Task
 
@@ -74,7 +75,13 @@ class Summaries:
         # what it draws, for a bootstrap's interval, may not depend on the other lanes either
         with torch.no_grad(), seeded(experiment.seed), own_code(what):
             found = task.summary(plain(outputs), self.template.samples(experiment, split))
-        return check_summary(found, what)
+        numbers, names = check_summary(found, what), self.template.rehearsal.summaries
+        if set(numbers) != set(names):
+            raise TaskError(
+                f"{what} returned {', '.join(numbers) or 'nothing'}, but {', '.join(names)} at the start: return the "
+                f"same metrics each time, NaN where there is none"
+            )
+        return numbers
 
 
 def plain(outputs: Mapping[str, Tensor]) -> Any:
