@@ -117,7 +117,10 @@ def known_keys(
             continue
         inside = [name for name in known if name.split(".")[-1] == key.split(".")[-1]]
         near = inside[0] if inside else nearest(key, [*known, *GROUPS])
-        valid = "keys of task, optimizer, schedule, data (optimizer.lr), the first three themselves, and the other keys"
+        valid = (
+            "keys of task, optimizer, schedule and data (optimizer.lr); task, optimizer and schedule themselves; "
+            "steps, batch_size, seed"
+        )
         problems.append(Problem(key, list(found[:3]), "unknown key: no part of an experiment", valid, near))
     return kept, problems
 
