@@ -67,16 +67,14 @@ def sequence(model: Any, x: Tensor, y: Tensor, a: Any) -> Tensor:
 
 
 def noisy(model: Any, x: Tensor, y: Tensor, a: Any) -> Tensor:
-    """Every kind of draw that a loss may want."""
+    """The kinds of draws that a loss may want."""
     h = model(x + 0.1 * torch.randn_like(x))
-    h = h * torch.bernoulli(torch.full_like(h, 1 - a)) + torch.rand(4, dtype=h.dtype)
+    h = h * torch.bernoulli(torch.full_like(h, 1 - a))
     mixed = a * h + (1 - a) * h[torch.randperm(len(h))]
-    noise = torch.empty_like(h).exponential_(2.0) + torch.empty(4, dtype=h.dtype).normal_(0.0, a)
-    action = torch.multinomial(h.softmax(-1), 1)
-    chosen = torch.distributions.Categorical(logits=h).sample()
+    noise = torch.empty(4, dtype=h.dtype).exponential_(2.0)
+    action = torch.distributions.Categorical(logits=h).sample()
     hard = F.gumbel_softmax(h, tau=a, hard=True)
-    loss = (mixed + noise - y[:, None]).square().mean() + h.gather(1, action).mean()
-    return loss + F.cross_entropy(h, chosen) + (hard * h).sum(-1).mean() + torch.normal(h, 0.1).tanh().mean()
+    return (mixed + noise - y[:, None]).square().mean() + F.cross_entropy(h, action) + (hard * h).sum(-1).mean()
 
 
 rows(
