@@ -274,8 +274,14 @@ class NoData(Small):
 
 
 class Lazy(Small):
+    """A layer that is called in training only."""
+
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(3))
+        return nn.Sequential(nn.Linear(4, 3), nn.LazyLinear(3))
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x) if model.training else model[0](x), y)
 
 
 class Sparse(Small):
@@ -334,7 +340,7 @@ BEFORE_TRACING: list[tuple[type[Small], str, str]] = [
     (AllFrozen, "", r"no trainable parameter has a part in"),
     (NoModel, "", r"must return an nn\.Module, not function"),
     (NoData, "", r"must return a coalesce\.Data, not Tensor"),
-    (Lazy, "", r"model\(\): 0 has no shape before its first call"),
+    (Lazy, "", r"model\(\): 1 has no shape, since loss\(\) does not call it"),
     (Sparse, "", r"weight has a sparse gradient"),
     (Norms, "", r"embedding_bag\(\) with max_norm=0\.5 writes into its weight(.|\n)*In the model's 0\.1, EmbeddingBag"),
     (Complex, "", r"1\.weight is torch\.complex64, but lanes train real parameters"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from coalesce.engine import lazy
 from coalesce.engine.audit import Audit
 from coalesce.engine.batches import Batches
 from coalesce.engine.folds import Folds, read_folds
@@ -293,17 +294,12 @@ def build(experiment: Experiment) -> tuple[Task, nn.Module]:
         torch.manual_seed(experiment.seed)
         with own_code(f"model(), experiment {experiment}"):
             model = task.model()
-    name = type(task).__name__
-    if not isinstance(model, nn.Module):
-        raise TaskError(f"{name}.model() must return an nn.Module, not {type(model).__name__}")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TaskError(f"{name}.model() must return a plain nn.Module: lanes cannot share a scripted one")
-    for path, module in model.named_modules():
-        if any(nn.parameter.is_lazy(t) for t in [*module._parameters.values(), *module._buffers.values()]):
-            raise TaskError(
-                f"{name}.model(): {path} has no shape before its first call. Call the model once in model(), "
-                f"model(torch.zeros(1, ...)), before you return it."
-            )
+        name = type(task).__name__
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"{name}.model() must return an nn.Module, not {type(model).__name__}")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TaskError(f"{name}.model() must return a plain nn.Module: lanes cannot share a scripted one")
+        lazy.finish(task, model, arguments, lambda: _data_of(task_class(experiment)(**arguments)))
     for path, parameter in model.named_parameters():
         if parameter.is_complex():
             raise TaskError(
@@ -311,6 +307,11 @@ def build(experiment: Experiment) -> tuple[Task, nn.Module]:
                 f"last dimension of 2, and take torch.view_as_complex(...) of it in forward()."
             )
     return task, model
+
+
+def _data_of(task: Task) -> Any:
+    with own_code(f"{type(task).__name__}.data()"), seeded(0):
+        return task.data()
 
 
 @contextmanager
