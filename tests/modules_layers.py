@@ -215,7 +215,6 @@ rows(
             nn.Sequential(nn.Unflatten(1, (2, 1, 3)), nn.Softmax2d()),
             nn.Sequential(nn.SiLU(), nn.ReLU(inplace=True)),
         ),
-        compiled=True,
     ),
     Row(
         "activations whose constants ride",

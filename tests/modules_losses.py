@@ -96,7 +96,6 @@ rows(
             *(nn.MultiLabelSoftMarginLoss(), nn.HingeEmbeddingLoss(margin=a)),
         ),
         loss=classification,
-        compiled=True,
     ),
     Row(
         "losses of pairs",

@@ -94,6 +94,7 @@ DROPOUT: dict[str, Function] = {
     "feature_alpha_dropout": lambda h, a: F.feature_alpha_dropout(h.view(2, 3, 3), a, training=True),
     "Dropout": lambda h, a: nn.Dropout(0.25)(h) * a,
     "attention": lambda h, a: F.scaled_dot_product_attention(h[None], h[None], h[None], dropout_p=a),
+    "attention, scale": lambda h, a: F.scaled_dot_product_attention(h[None], h[None], h[None], scale=a),
     "causal attention": lambda h, a: F.scaled_dot_product_attention(h[None], h[None], h[None], None, a, True),
 }
 

@@ -33,10 +33,13 @@ def scaled_dot_product_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float | Tensor = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
+    scale: float | Tensor | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     dropout_p = carried(dropout_p)
+    if isinstance(scale, Tensor):
+        # the kernel takes only a Python number: what differs from its default goes into the queries
+        query, scale = query * (scale * query.shape[-1] ** 0.5).to(query.dtype), None
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (z.repeat_interleave(repeats, -3) for z in (key, value))
