@@ -23,7 +23,7 @@ from coalesce.configuration import rides
 from coalesce.engine.compiling import compilations
 from coalesce.engine.folds import read_folds
 from coalesce.engine.lanes import Lanes
-from coalesce.errors import ConfigError
+from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Experiment, group
 from coalesce.random import key_of, shuffled
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
@@ -82,6 +82,21 @@ class Plainly(Folded):
     """The same without folds."""
 
     folds = coalesce.Task.folds
+
+
+class Peeking(Folded):
+    """Its folds depend on a float that rides."""
+
+    def __init__(self, share: float = 0.5):
+        super().__init__()
+        self.share = share
+
+    def folds(self, data: coalesce.Data) -> Any:
+        count = int(self.share * COUNT)
+        return [(range(count), range(count, COUNT))]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * self.share
 
 
 def folded(number: int, fold: int | None, remainder: str = "straddle", **arguments: Any) -> Experiment:
@@ -213,6 +228,12 @@ def test_a_fold_that_is_not_there() -> None:
     assert "valid: at most 19" in str(problems(Folded, params={"data.fold": [0, 2]}, batch_size=20)[0])
     # and without a fold there is no split to look at
     assert "trainer.monitor" in str(problems(Folded)[0])
+
+
+def test_folds_that_depend_on_what_rides_are_refused() -> None:
+    """Lanes share them, as they share the data."""
+    with pytest.raises(TaskError, match=r"folds\(\) reads task.share(.|\n)*static = \('share',\)"):
+        planned(Peeking, {"data.fold": [0], "task.share": [0.4, 0.6]})
 
 
 GOOD = (np.arange(4), [4, 5])
