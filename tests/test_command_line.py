@@ -20,6 +20,7 @@ import coalesce.__main__ as command_line
 from cli_for_tests import CommandLine
 from coalesce.configuration.hydra import Order
 from coalesce.errors import ConfigError, Problem, TaskError
+from coalesce.optim import OPTIMIZERS
 
 ROOT = Path(coalesce.__file__).parent.parent
 
@@ -35,7 +36,7 @@ def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_help_shows_groups_and_examples(cli: CommandLine) -> None:
     shown = cli("--help")
     assert shown.code == 0
-    assert "optimizer: adam, adamw, sgd" in shown.out
+    assert f"optimizer: {', '.join(sorted(OPTIMIZERS))}" in " ".join(shown.out.split())
     assert "sweep: lr_grid" in shown.out
     assert "python -m coalesce sweep=lr_grid" in shown.out
     # Hydra substitutes $NAMES in the template; none may be left, nor an interpolation that it does not know
@@ -74,7 +75,7 @@ def test_other_flags_of_hydra(cli: CommandLine, arguments: list[str]) -> None:
 def test_tab_completion(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMP_LINE", "coalesce optimizer=ad")
     shown = cli("-sc", "query=bash", program="coalesce")
-    assert shown.out.split() == ["optimizer=adam", "optimizer=adamw"]
+    assert shown.out.split() == [f"optimizer={name}" for name in sorted(OPTIMIZERS) if name.startswith("ad")]
     assert "complete" in cli("-sc", "install=bash", program="coalesce").out
 
 
@@ -158,9 +159,13 @@ def test_a_list_of_options_sweeps_a_group(cli: CommandLine) -> None:
     ]
     # every option is composed as the group's file has it, and with the rest of the command
     assert {e.config["optimizer"]["lr"] for e in order.experiments} == {0.5}
-    assert order.experiments[1].config["task"] == {"_target_": "coalesce.tasks.Mnist1dCNN", "channels": 25}
-    names = cli.order('sweep.params={optimizer: "glob(ad*)"}').experiments
-    assert [e.values["optimizer"] for e in names] == ["adam", "adamw"]
+    assert order.experiments[1].config["task"] == {
+        "_target_": "coalesce.tasks.Mnist1dCNN",
+        "channels": 25,
+        "label_smoothing": 0.0,
+    }
+    names = cli.order('sweep.params={optimizer: "glob(adam*)"}').experiments
+    assert [e.values["optimizer"] for e in names] == ["adam", "adamax", "adamw"]
 
 
 def test_zip(cli: CommandLine) -> None:
@@ -219,7 +224,7 @@ MULTIRUN = [
     (["--multirun", "seed=range(0,3)"], ['sweep.params={seed: "range(0, 3)"}'], 3),
     (["--multi", "seed=range(0,10,5)"], ['sweep.params={seed: "range(0, 10, 5)"}'], 2),
     (["-m", "optimizer=sgd,adamw"], ["sweep.params={optimizer: [sgd, adamw]}"], 2),
-    (["-m", "optimizer=glob(*)"], ['sweep.params={optimizer: "glob([*])"}'], 3),
+    (["-m", "optimizer=glob(*)"], ['sweep.params={optimizer: "glob([*])"}'], len(OPTIMIZERS)),
     (
         ["steps=5", "-m", "optimizer.betas=[0.9,0.99],[0.5,0.9]", "+task.layers=choice(1,2)"],
         ["steps=5", "sweep.params={optimizer.betas: [[0.9,0.99], [0.5,0.9]], task.layers: [1, 2]}"],
@@ -286,7 +291,7 @@ def test_the_command_is_called_as_the_user_called_it(cli: CommandLine) -> None:
 def test_what_hydra_refuses(cli: CommandLine, arguments: list[str], says: list[str]) -> None:
     said = cli.refused(*arguments)
     assert all(part in said for part in says), said
-    assert len(said.splitlines()) < 20
+    assert len(said.splitlines()) < 30
 
 
 @pytest.mark.parametrize(
@@ -320,7 +325,7 @@ def test_what_hydra_refuses(cli: CommandLine, arguments: list[str], says: list[s
         (["runs=''"], ["runs='': must name a folder"]),
         (["runs=/proc/nowhere"], ["runs='/proc/nowhere': the folder '/proc' cannot be written"]),
         (["task=custom"], ["task._target_='???': is missing"]),
-        (["sweep.params={optimizer: [sgd, adamx]}"], ["optimizer='adamx': unknown option", "did you mean 'adam'?"]),
+        (["sweep.params={optimizer: [sgd, adan]}"], ["optimizer='adan': unknown option", "did you mean 'adam'?"]),
         (["sweep.params={optimizer: [sgd, adam]}", "optimizer.eps=1"], ["unknown key for optimizer 'sgd'"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
