@@ -112,5 +112,5 @@ rows(
     row("Attention, dropout", lambda a: Attends(lambda net, x: {"dropout_p": a if net.training else 0.0})),
     row("Attention, grouped", lambda a: Grouped()),
     row("MultiheadAttention", Multihead),
-    row("Transformer", Coder, compiled=True),
+    row("Transformer", Coder),
 )

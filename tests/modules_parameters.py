@@ -84,7 +84,7 @@ def lazy(a: Any) -> nn.Module:
 
 rows(
     Row("Lazy", lazy, zero=("1.bias",)),
-    Row("Parametrisations", parametrised, compiled=True),
+    Row("Parametrisations", parametrised),
     Row("Parametrisations by hooks", hooked),
     Row("Tied", lambda a: Tied(), (3,), 7),
     Row("Embedding", lambda a: Embeds(), (5,), 7),

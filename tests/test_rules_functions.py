@@ -168,9 +168,8 @@ def test_checkpoints_equal_the_plain_loop(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rich", "new", "other"])
-def test_compiled(kind: str) -> None:
-    check(kind, compile=True)
+def test_compiled() -> None:
+    check("rich", compile=True)
 
 
 class Scalar(coalesce.Task):
@@ -217,8 +216,11 @@ def scalars(function: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("function", ["Old", "NoRule", "Generated", "HandWritten"])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+_CASES = [(f, False) for f in ("Old", "NoRule", "Generated", "HandWritten")]
+_SLOW = [pytest.param(f, True, marks=pytest.mark.slow) for f in ("Old", "HandWritten")]
+
+
+@pytest.mark.parametrize(("function", "compile"), [*_CASES, *_SLOW])
 def test_straight_through(function: str, compile: bool) -> None:
     lanes = lanes_of(scalars(function), compile=compile)
     lanes.advance(1)
