@@ -251,7 +251,7 @@ def test_problems_that_the_data_show() -> None:
 @pytest.mark.parametrize(
     ("task", "says"),
     [
-        (ToyW(), "is an object; give the class, and its arguments in a mapping"),
+        pytest.param(ToyW(), "is an object; give the class, and its arguments in a mapping", id="object"),
         ({"blind": 0.5}, "must name the task class under _target_"),
         (3, "must name the task class under _target_"),
         ("runner_helpers.Toy", "did you mean 'ToyW'?"),
