@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Iterator
 
@@ -12,6 +13,10 @@ import pytest
 import torch
 
 SEED = 0
+
+# Processes that test side by side share the cores: more threads than cores wait for each other.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, torch.get_num_threads() // WORKERS))
 
 # derandomized: what fails here fails everywhere; no deadline: the cores are shared
 hypothesis.settings.register_profile("coalesce", derandomize=True, deadline=None, print_blob=True)

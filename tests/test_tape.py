@@ -125,7 +125,7 @@ def test_an_operation_of_several_results_is_done_again_as_a_whole() -> None:
 def test_where_it_is_cut_changes_no_bit(optimizer: dict[str, Any] | None) -> None:
     experiments = three(optimizer=optimizer)
     whole = lanes_of(experiments, pieces=())
-    for pieces in (("shared", "blocks.1.norm", "head"), None, every_module(whole)):
+    for pieces in (("shared", "blocks.1.norm", "head"), every_module(whole)):
         lanes = lanes_of(experiments, pieces=pieces)
         for stack in (lanes, whole):
             for lane, one in enumerate(experiments):
