@@ -52,6 +52,36 @@ rows(
     Row("Bilinear", bilinear),
 )
 
+# ---- convolution ----
+
+rows(
+    Row(
+        "Conv1d and transposed",
+        lambda a: Beside(
+            (4, 7),
+            nn.Conv1d(4, 6, 3, padding=1),
+            nn.Conv1d(4, 4, 3, stride=2, dilation=2, padding=2, groups=2, bias=False, padding_mode="circular"),
+            nn.Conv1d(4, 3, 5, padding="same"),
+            nn.ConvTranspose1d(4, 3, 3, stride=2, padding=1, output_padding=1),
+        ),
+    ),
+    Row(
+        "Conv2d and transposed",
+        lambda a: Beside(
+            (2, 5, 4),
+            nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0)),
+            nn.Conv2d(2, 4, 3, padding=1, groups=2, padding_mode="reflect"),
+            nn.ConvTranspose2d(2, 4, 3, stride=2, groups=2, bias=False),
+        ),
+    ),
+    Row(
+        "Conv3d and transposed",
+        lambda a: Beside(
+            (2, 3, 4, 3), nn.Conv3d(2, 2, 2, padding=1), nn.ConvTranspose3d(2, 2, 2, stride=2, dilation=1)
+        ),
+    ),
+)
+
 # ---- normalisation ----
 
 rows(
