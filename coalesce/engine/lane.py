@@ -41,11 +41,7 @@ def lane_loss(
     Returns:
         The loss, and (all training metrics by name, the buffers after the forward pass).
     """
-    # Cloned, since layers write into their buffers, and the caller's must not change before the step is taken.
-    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
-    instance.model.train()
-    what = f"{instance.name}.loss()"
-    returned = _run(template, instance, instance.task.loss, what, tensors, riding, key, step, batch)
+    returned, tensors = _run(template, instance, "loss", weights, buffers, riding, key, step, batch)
     loss, extras = split_loss(returned, instance.name)
     return loss, ({"loss": loss.detach(), **extras}, {n: tensors[n] for n in buffers})
 
@@ -61,11 +57,8 @@ def lane_metrics(
     batch: Any,
 ) -> dict[str, Tensor]:
     """The evaluation metrics of one lane on one batch. Arguments as `lane_loss`'s."""
-    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
-    instance.model.eval()
-    what = f"{instance.name}.metrics()"
-    found = _run(template, instance, instance.task.metrics, what, tensors, riding, key, step, batch)
-    return check_scalars(found, what)
+    found, _ = _run(template, instance, "metrics", weights, buffers, riding, key, step, batch)
+    return check_scalars(found, f"{instance.name}.metrics()")
 
 
 def lane_outputs(
@@ -80,30 +73,32 @@ def lane_outputs(
     size: int,
 ) -> dict[str, Tensor]:
     """What the task gives for each of a batch's samples, for its summary. Arguments as `lane_loss`'s."""
-    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
-    instance.model.eval()
-    what = f"{instance.name}.outputs()"
-    found = _run(template, instance, instance.task.outputs, what, tensors, riding, key, step, batch)
-    return check_outputs(found, what, size)
+    found, _ = _run(template, instance, "outputs", weights, buffers, riding, key, step, batch)
+    return check_outputs(found, f"{instance.name}.outputs()", size)
 
 
 def _run(
     template: Template,
     instance: Instance,
-    method: Any,
-    what: str,
-    tensors: dict[str, Tensor],
+    method: str,
+    weights: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
     riding: Mapping[Path, Tensor],
     key: Tensor,
     step: Tensor,
     batch: Any,
-) -> Any:
+) -> tuple[Any, dict[str, Tensor]]:
+    """What a method of the task returns, "loss" in training and any other in evaluation; and weights and buffers by
+    name as they stand behind it."""
+    # Cloned, since layers write into their buffers, and the caller's must not change before the step is taken.
+    tensors = {**weights, **{n: b.clone() for n, b in buffers.items()}}
+    instance.model.train(method == "loss")
     named = {spell(path): value for path, value in riding.items()}
     origins = {spell(path): origin for path, origin in template.origins.items()}
-    rules = Rules(key, step, named, origins=origins)
-    mixed = autocast(template.experiment, key.device)
-    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, own_code(what):
-        return method(instance.model, batch)
+    rules, mixed = Rules(key, step, named, origins=origins), autocast(template.experiment, key.device)
+    code = own_code(f"{instance.name}.{method}()")
+    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, code:
+        return getattr(instance.task, method)(instance.model, batch), tensors
 
 
 @contextmanager

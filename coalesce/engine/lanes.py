@@ -140,11 +140,11 @@ class Lanes:
     def _calls(self, count: int) -> list[int]:
         """The sizes of the batches of the next ``count`` steps, in the order in which their graphs are to be called."""
         ends = [min(step + count, end) for step, end in self._at]
-        counts = [self.template.count(held, "train") for held in self.held]
-        lanes = [(step, end, n) for (step, _), end, n in zip(self._at, ends, counts, strict=True)]
-        self._at = [(end, last) for end, (_, last) in zip(ends, self._at, strict=True)]
+        before, self._at = self._at, [(end, last) for end, (_, last) in zip(ends, self._at, strict=True)]
         if len(self._steps) == 1:
             return [self.template.batches.size] * count
+        counts = [self.template.count(held, "train") for held in self.held]
+        lanes = [(step, end, n) for (step, _), end, n in zip(before, ends, counts, strict=True)]
         torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
         return self.template.batches.calls(lanes)
 

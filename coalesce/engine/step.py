@@ -16,7 +16,7 @@ from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss, scheduled
 from coalesce.engine.pieces import cut_at, piece_of
 from coalesce.engine.template import Template
-from coalesce.engine.trace import cut_here, inline, is_view, trace
+from coalesce.engine.trace import cut_here, example, inline, is_view, trace
 from coalesce.optim.groups import group_of
 from coalesce.optim.options import apply, clip_value
 
@@ -71,7 +71,7 @@ def build_step(
     any_broken, last = _any(graph, broken, list(graph.nodes)[-1])
     kept = [n for n in results if n.partition("/")[0] in ("train", "buffer")]
     lanes = [state[f"lane/{n}"] for n in ("alive", "step", "finite", "alive", "alive", "alive")]
-    finish = trace(_finish, [*lanes, *(_example(results[n]) for n in kept), *(state[n] for n in kept)])
+    finish = trace(_finish, [*lanes, *(example(results[n]) for n in kept), *(state[n] for n in kept)])
     clock = ["lane/alive", "lane/step", "lane/finite"]
     arguments = [*(holders[n] for n in clock), results["active"], results["good"], any_broken]
     arguments += [*(results[n] for n in kept), *(holders[n] for n in kept)]
@@ -306,12 +306,6 @@ def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.N
         total.meta = {"val": flags[0].meta["val"], "segment": last.meta["segment"]}
         last = total
     return total, last
-
-
-def _example(node: fx.Node) -> Tensor:
-    """A real tensor that looks like a traced value."""
-    value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from coalesce.engine.compiling import Runner, compile_graph
-from coalesce.engine.trace import is_view
+from coalesce.engine.trace import example, is_view
 
 #: Elements per lane from which a value that follows from the keys alone is rather computed again than kept.
 _LARGE = 64
@@ -57,7 +57,7 @@ class Tape:
         for i, segment in enumerate(self.segments):
             run: Runner = segment.module
             if compile:
-                run = compile_graph(segment.module, [examples.get(n, _example(n)) for n in segment.inputs])
+                run = compile_graph(segment.module, [examples.get(n, example(n)) for n in segment.inputs])
             for node in segment.outputs:
                 place[node] = len(place)
             done = [n for n in segment.inputs if last_use[n] == i and n not in examples and n not in results]
@@ -157,9 +157,3 @@ def _root(node: fx.Node) -> fx.Node:
 def _elements(node: fx.Node) -> int:
     value = node.meta.get("val")
     return math.prod(value.shape) if isinstance(value, Tensor) else 0
-
-
-def _example(node: fx.Node) -> Tensor:
-    """A real tensor that looks like a traced value. Nobody writes into it, so that it takes no memory on a CPU."""
-    value = node.meta["val"]
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
