@@ -74,6 +74,9 @@ EXPERIMENTS = [make(i) for i in range(64)]
 DIVERGES_AT_ONCE = make(4, lr=1e25)
 #: Its weight decay of 0.06 multiplies the parameters by -59 in each step.
 DIVERGES_LATER = make(3, lr=1e3)
+#: Its loss is finite, its update is not.
+BREAKS_IN_ITS_UPDATE = make(6, lr=1e300)
+DIVERGING = (DIVERGES_AT_ONCE, DIVERGES_LATER, BREAKS_IN_ITS_UPDATE)
 
 
 class Stand:
@@ -81,7 +84,7 @@ class Stand:
 
     def __init__(self, width: int):
         self.width = width
-        self.lanes = Lanes(template_of([*EXPERIMENTS, DIVERGES_AT_ONCE, DIVERGES_LATER]), width)
+        self.lanes = Lanes(template_of([*EXPERIMENTS, *DIVERGING]), width)
         self.alone: dict[str, Mapping[str, Tensor]] = {}
 
     def train(self, placed: Mapping[int, Experiment]) -> dict[int, dict[str, Tensor]]:
@@ -143,7 +146,7 @@ def test_any_lane_beside_any_neighbours(stands: dict[int, Stand], width: int) ->
 @pytest.mark.parametrize("width", [2, 8, 64])
 def test_beside_lanes_that_diverge(stands: dict[int, Stand], width: int) -> None:
     one = stand(stands, width)
-    for bad in (DIVERGES_AT_ONCE, DIVERGES_LATER):
+    for bad in DIVERGING:
         placed = {k: EXPERIMENTS[k] if k % 2 else bad for k in range(width)}
         found = one.train(placed)
         reading = one.lanes.read()

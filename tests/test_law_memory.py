@@ -1,7 +1,7 @@
 """Law 4, measured: gradients never coexist.
 
-Oracle: the high-water mark of a process, by the command that anybody can run. The plain eager loop beside it must read at
-least 1 and the hook less: else the measurement would see nothing.
+Oracle: the high-water mark of a process, by the command that anybody can run. The plain eager loop beside it must read
+at least 1 and the hook less: else the measurement would see nothing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ lanes' state must be equal wherever it is cut. Compiled tapes are compared with 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -177,6 +178,33 @@ def test_no_value_that_a_later_segment_needs_not_is_kept() -> None:
             # no gradient of a weight crosses, and no mask
             if node in given:
                 assert tuple(node.meta["val"].shape) not in shapes, (given[node], i, node)
+
+
+def test_a_value_is_gone_once_no_later_segment_needs_it() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        a = x + 1
+        cut_here()
+        b = a * 2
+        cut_here()
+        return [b - 3]
+
+    x = torch.ones(3)
+    tape = Tape(trace(function, [x]), [x], compile=False)
+    made: list[Any] = []
+    alive = []
+
+    def watched(run: Any) -> Any:
+        def call(*inputs: Tensor) -> Any:
+            alive.append([one() is not None for one in made])
+            results = run(*inputs)
+            made.extend(weakref.ref(one) for one in results)
+            return results
+
+        return call
+
+    tape._calls = [(watched(run), *rest) for run, *rest in tape._calls]
+    assert torch.equal(tape(x)[0], x)
+    assert alive == [[], [True], [False, True]]
 
 
 def test_a_mask_is_drawn_where_it_is_used() -> None:
