@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process's high-water mark")
 def test_peak_memory_of_a_deep_stack(tmp_path: Path) -> None:
-    """At one lane, where a whole compiled step held 0.95 of the parameters' bytes. The command itself fails above its
+    """At one lane, where the compiler likes best to put all updates at the end. The command itself fails above its
     bounds."""
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.memory", "--widths", "1", "--size", "1024", "--json", str(figures)]
