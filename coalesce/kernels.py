@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: The environment variable that oneMKL reads at its first call, and what is asked of it.
 VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
@@ -48,3 +50,16 @@ def lanes_agree() -> bool:
         if not (lanes == lanes[0]).all():
             return False
     return True
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run with a number of CPU threads; None: with as many as there are."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

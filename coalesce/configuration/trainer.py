@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from coalesce.configuration.values import Kind, coerce, kind_of_annotation
+from coalesce.engine.measure import CHOICES
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.runner.plan import Trainer
 
 #: Settings that take one of a few words.
-WORDS = {"mode": ("max", "min"), "device": ("auto", "cpu", "cuda")}
+WORDS = {"mode": ("max", "min"), "device": ("auto", "cpu", "cuda"), "convolution": CHOICES}
 #: Settings that are counts, and so at least 1.
 COUNTS = ("width", "every", "evaluate_every", "evaluate_batch_size", "threads")
 

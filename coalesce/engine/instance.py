@@ -19,9 +19,13 @@ class Instance:
 
     Each trace takes a new one: what the user's code leaves behind in an attribute while it is traced (a mask that is
     made at the first call) belongs to that trace, and would be garbage in another.
+
+    Args:
+        lowerings: how its convolutions are lowered, see `engine.measure`.
     """
 
-    def __init__(self, task: Task, model: nn.Module):
+    def __init__(self, task: Task, model: nn.Module, lowerings: Mapping[str, str] | None = None):
+        self.lowerings = lowerings or {}
         self.task = task
         self.model = model
 

@@ -95,7 +95,8 @@ def _run(
     instance.model.train(method == "loss")
     named = {spell(path): value for path, value in riding.items()}
     origins = {spell(path): origin for path, origin in template.origins.items()}
-    rules, mixed = Rules(key, step, named, origins=origins), autocast(template.experiment, key.device)
+    rules = Rules(key, step, named, origins=origins, lowerings=instance.lowerings)
+    mixed = autocast(template.experiment, key.device)
     code = own_code(f"{instance.name}.{method}()")
     with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, code:
         return getattr(instance.task, method)(instance.model, batch), tensors

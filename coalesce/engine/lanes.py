@@ -63,6 +63,7 @@ class Lanes:
         compile: compile the graphs, or run them operation by operation.
         evaluate_batch_size: samples per call of the evaluation graph.
         pieces: names of the modules at which the graphs are cut into segments; None: see `pieces.choose`.
+        lowerings: how convolutions are lowered, see `measure.choose_lowerings`; by itself as vmap does it.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Lanes:
         compile: bool = True,
         evaluate_batch_size: int = 1024,
         pieces: Sequence[str] | None = None,
+        lowerings: Mapping[str, str] | None = None,
     ):
         if torch.device(device).type == "cpu" and not kernels.lanes_agree():
             warnings.warn(
@@ -86,6 +88,7 @@ class Lanes:
         self.compile = compile
         self.evaluate_batch_size = evaluate_batch_size
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
+        self.lowerings = lowerings or {}
         self.data = template.data.to(self.device)
         folds = template.folds
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
@@ -121,7 +124,7 @@ class Lanes:
         for size in self.template.batch_sizes:
             if size not in self._steps:
                 with _short_batch(size, self.template.batches.size):
-                    module, constants = build_step(self.template, self.state, data, self.pieces, size)
+                    module, constants = build_step(self.template, self.state, data, self.pieces, size, self.lowerings)
                 inputs = [*self.state.values(), *data, *constants]
                 self._steps[size] = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
 
@@ -348,7 +351,7 @@ class Lanes:
     def _build_evaluation(self, size: int, own: bool) -> tuple[Tape, list[Tensor]]:
         """The graph that evaluates a batch of one size: the same for all lanes, or of each lane's own samples."""
         template = self.template
-        names, instance, outputs = self._evaluated_names(), template.fresh(), template.rehearsal.outputs
+        names, instance, outputs = self._evaluated_names(), template.fresh(self.lowerings), template.rehearsal.outputs
 
         def evaluate(*inputs: Tensor) -> list[Tensor]:
             state = dict(zip(names, inputs, strict=False))

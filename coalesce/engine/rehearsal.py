@@ -6,7 +6,7 @@ from __future__ import annotations
 from bdb import BdbQuit
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from coalesce.engine.precision import autocast
 from coalesce.engine.rules import Rules, user_line
-from coalesce.engine.rules.mode import Labels
+from coalesce.engine.rules.lowerings import Seen
+from coalesce.engine.rules.mode import Labels, Notes
 from coalesce.errors import ConfigError, Problem, TaskError
 from coalesce.experiment import Experiment
 from coalesce.random import key_of, shuffled
@@ -35,6 +36,7 @@ class Rehearsal:
         outputs: names of what `Task.outputs` gives for each sample ("" for a tensor alone); empty if it is not defined.
         summaries: names of the metrics that `Task.summary` makes of it.
         saved_bytes: what autograd kept for the backward pass, parameters and data excepted.
+        convolutions: those that the step made, by name.
     """
 
     unused: frozenset[str]
@@ -43,6 +45,7 @@ class Rehearsal:
     saved_bytes: int
     outputs: tuple[str, ...] = ()
     summaries: tuple[str, ...] = ()
+    convolutions: Mapping[str, Seen] = field(default_factory=dict)
 
 
 @contextmanager
@@ -88,13 +91,13 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
 
     def step(*contexts: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with ExitStack() as stack:
-            rules = Rules(key, zero, {}, labels, watch=True)
+            rules = Rules(key, zero, {}, notes, watch=True)
             for context in (*contexts, autocast(experiment), own_code(f"{name}.loss()"), rules):
                 stack.enter_context(context)
             return split_loss(task.loss(model, batch), name)
 
     model.train()
-    labels: list[Labels] = []
+    notes = Notes()
     try:
         try:
             loss, extras = step(torch.autograd.graph.saved_tensors_hooks(note, lambda t: t))
@@ -105,9 +108,9 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
             loss, extras = step()
     except TaskError:
         # A label out of range is an IndexError deep inside torch: say what it is, if that is what it was.
-        _check_labels(labels, batch, data)
+        _check_labels(notes.labels, batch, data)
         raise
-    _check_labels(labels, batch, data)
+    _check_labels(notes.labels, batch, data)
     if not loss.requires_grad:
         raise TaskError(f"{name}.loss() returned a loss that no trainable parameter has a part in")
     with own_code(f"the backward pass of {name}.loss()"):
@@ -131,7 +134,8 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
         # in loss() a lane has a batch of its own; here all lanes have one
         _check_kept(f"{name}.metrics()", "its batch, leaf", given, {str(i): t for i, t in enumerate(_tensors(batch))})
     outputs, summaries = _rehearse_summary(task, model, data, experiment, split, metrics)
-    return Rehearsal(unused, tuple(extras), metrics, sum(saved.values()), outputs, summaries)
+    saved_bytes = sum(saved.values())
+    return Rehearsal(unused, tuple(extras), metrics, saved_bytes, outputs, summaries, notes.convolutions)
 
 
 def _rehearse_summary(

@@ -36,6 +36,7 @@ def build_step(
     data: Sequence[Tensor],
     pieces: Sequence[str] = (),
     size: int | None = None,
+    lowerings: Mapping[str, str] | None = None,
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace one step.
 
@@ -47,12 +48,13 @@ def build_step(
         pieces: names of the modules at which to cut the graph into segments.
         size: samples of the batch, a full one by default. Where several sizes occur, the lanes move whose next batch
             has this one.
+        lowerings: how convolutions are lowered, see `engine.measure`.
 
     Returns:
         A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
         constants.
     """
-    names, instance = list(state), template.fresh()
+    names, instance = list(state), template.fresh(lowerings)
     size = template.batches.size if size is None else size
     with cut_at(instance.model, pieces):
         module = trace(lambda *i: _gradients(template, instance, pieces, names, i, size), [*state.values(), *data])

@@ -129,9 +129,9 @@ class Template:
     def roots(self) -> dict[str, object]:
         return {"task": self.task, "model": self.model}
 
-    def fresh(self) -> Instance:
+    def fresh(self, lowerings: Mapping[str, str] | None = None) -> Instance:
         """The representative, built anew."""
-        return _instance(self.experiment)
+        return _instance(self.experiment, lowerings)
 
     def lane(self, experiment: Experiment) -> tuple[nn.Module, dict[Path, Any]]:
         """Build one experiment: its model, and the values of its riding attributes.
@@ -271,8 +271,8 @@ def _riding_dtype(model: nn.Module) -> torch.dtype:
     return torch.promote_types(first, torch.float32)
 
 
-def _instance(experiment: Experiment) -> Instance:
-    return Instance(*build(experiment))
+def _instance(experiment: Experiment, lowerings: Mapping[str, str] | None = None) -> Instance:
+    return Instance(*build(experiment), lowerings)
 
 
 def task_class(experiment: Experiment) -> type[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ class Trainer:
         evaluate_batch_size: samples per lane in one call of the evaluation graph.
         pieces: patterns of the names of modules at which the step's graph is cut into segments; "auto": blocks that
             repeat, and the layers of a large model; none: one graph.
+        convolution: how convolutions of all lanes are lowered: "auto" takes the fastest for each shape by measuring,
+            "grouped" is what vmap does; see `engine.rules.lowerings` for the others.
         compile: compile the graphs (true), or run the same graphs operation by operation (false).
         check: before a cohort trains, compare its graphs with plain eager PyTorch, and stop if they differ.
         stack: false runs each experiment alone in a plain eager loop, for debugging: a breakpoint in ``loss`` works.
@@ -36,6 +39,7 @@ class Trainer:
     evaluate_every: int = 500
     evaluate_batch_size: int = 1024
     pieces: str | tuple[str, ...] = "auto"
+    convolution: str = "auto"
     compile: bool = True
     check: bool = True
     stack: bool = True
@@ -55,6 +59,7 @@ class PlannedCohort:
         cohort: the experiments.
         width: lanes of its graph.
         pieces: the modules at which the graph is cut; where it is cut may show in the last bit.
+        lowerings: name of each convolution → how it is lowered, which shows in the last bits.
         parameters: parameters of one lane (elements).
         bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
         bytes_shared: the data that all lanes read.
@@ -68,6 +73,7 @@ class PlannedCohort:
     bytes_per_lane: int
     bytes_shared: int
     pieces: tuple[str, ...] = ()
+    lowerings: Mapping[str, str] = field(default_factory=dict)
     template: Any = field(default=None, repr=False, compare=False)
 
     @property

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from coalesce import kernels
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.measure import choose_lowerings
 from coalesce.engine.pieces import choose, matching
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, nearest
@@ -99,7 +101,16 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     width = _width(template.cohort, trainer)
     shared = template.data.bytes + (template.folds.bytes if template.folds else 0)
     pieces = _pieces(template, trainer, width)
-    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, template)
+    lowerings = _lowerings(template, trainer, width)
+    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, lowerings, template)
+
+
+def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
+    if not trainer.stack:
+        return {}
+    with kernels.threads(trainer.threads):
+        convolutions, how = template.rehearsal.convolutions, (trainer.device, trainer.convolution, trainer.compile)
+        return choose_lowerings(convolutions, width, *how)
 
 
 def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
+from coalesce import kernels
 from coalesce.engine.check import check
 from coalesce.engine.lanes import Lanes, Reading
 from coalesce.engine.plain import Plain
@@ -68,7 +66,7 @@ def run(plan: Plan, listeners: Sequence[Listener] = (), job: int = 0) -> list[Re
     error: BaseException | None = None
     results: list[Result] = []
     totals = Totals(plan)
-    with _threads(plan.trainer):
+    with kernels.threads(plan.trainer.threads):
         try:
             for listener in listeners:
                 listener.started(plan)
@@ -106,7 +104,7 @@ class _CohortRun:
         self.template: Template = planned.template or Template(planned.cohort, audit=trainer.stack)
         self.lanes: Lanes | Plain
         if trainer.stack:
-            how = trainer.device, trainer.compile, trainer.evaluate_batch_size, planned.pieces
+            how = trainer.device, trainer.compile, trainer.evaluate_batch_size, planned.pieces, planned.lowerings
             self.lanes = Lanes(self.template, planned.width, *how)
         else:
             self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
@@ -287,14 +285,3 @@ class _CohortRun:
 
 def _monitored(slot: Slot) -> str:
     return str(slot.experiment.config["schedule"]["monitor"])
-
-
-@contextmanager
-def _threads(trainer: Trainer) -> Iterator[None]:
-    """Run with the plan's number of CPU threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(trainer.threads or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -7,6 +7,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map
 from coalesce import random
 from coalesce.engine.rules import autocast
 from coalesce.engine.rules.lines import user_line
+from coalesce.engine.rules.lowerings import Convolution, Seen
 from coalesce.errors import TaskError
 
 Handler = Callable[..., Any]
@@ -86,6 +88,19 @@ class Labels(NamedTuple):
     ignore_index: int
 
 
+@dataclass
+class Notes:
+    """What a plain step showed of the functions that it called.
+
+    Args:
+        labels: what losses were given.
+        convolutions: those that were made, by name.
+    """
+
+    labels: list[Labels] = field(default_factory=list)
+    convolutions: dict[str, Seen] = field(default_factory=dict)
+
+
 class Rules(TorchFunctionMode):
     """Runs one lane's code: replaces what has a rule, explains what fails because a value rides.
 
@@ -93,9 +108,10 @@ class Rules(TorchFunctionMode):
         key: (2,) int64, the lane's stream.
         step: 0-d int64, updates done.
         riding: path as the user writes it → the 0-d tensor that stands there. For messages.
-        labels: where to note which tensors were labels of how many classes, if anybody wants to know.
+        notes: where to note what is seen, if anybody wants to know.
         origins: path as in ``riding`` → the swept key that it follows from.
         watch: raise if a function draws from torch's global generator, which outside a trace it can.
+        lowerings: name of a convolution → name of the lowering that it takes.
 
     Attributes:
         stacked: whether the code runs for many lanes at once.
@@ -106,17 +122,19 @@ class Rules(TorchFunctionMode):
         key: Tensor,
         step: Tensor,
         riding: Mapping[str, Any],
-        labels: list[Labels] | None = None,
+        notes: Notes | None = None,
         origins: Mapping[str, str] | None = None,
         watch: bool = False,
+        lowerings: Mapping[str, str] | None = None,
     ):
         super().__init__()
+        self.lowerings = lowerings or {}
         self.origins = origins or {}
         self.watch = watch
         self.key = key
         self.step = step
         self.riding = riding
-        self.labels = labels
+        self.notes = notes
         self.calls = 0
         self.stacked = not shared(key)
         # inside a call, where torch's own autocast is off
@@ -140,8 +158,16 @@ class Rules(TorchFunctionMode):
 
     def saw_labels(self, scores: Tensor, target: Tensor, ignore_index: int) -> None:
         """Note integer labels that a loss was given beside scores of (B, C, …) or (C,)."""
-        if self.labels is not None and not target.is_floating_point():
-            self.labels.append(Labels(target, scores.shape[min(1, scores.dim() - 1)], ignore_index))
+        if self.notes is not None and not target.is_floating_point():
+            self.notes.labels.append(Labels(target, scores.shape[min(1, scores.dim() - 1)], ignore_index))
+
+    def saw_convolution(self, convolution: Convolution, batch: int, needs_gradient: bool) -> None:
+        """Note a convolution of (batch, C, …), and whether its input has a gradient."""
+        if self.notes is not None:
+            before = self.notes.convolutions.get(str(convolution), Seen(convolution, batch, needs_gradient))
+            self.notes.convolutions[str(convolution)] = Seen(
+                convolution, max(batch, before.batch), needs_gradient or before.needs_gradient
+            )
 
     def bits(self, count: int) -> Tensor:
         """The lane's next draw, of a call number of its own: (count,) int64 in [0, 2**32)."""

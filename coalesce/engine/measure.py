@@ -1,0 +1,142 @@
+"""What is chosen by measuring: how convolutions are lowered.
+
+Which lowering is the fastest cannot be told from the shape (see `rules.convolution`). So each shape is timed once while
+a run is planned, forward and backward, and as it will run: the compiler makes the columns in one pass, so that they
+gain far more by it than the others do. What was chosen stands in the plan, and decides the last bits of an experiment's
+numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from coalesce.engine.compiling import compile_graph
+from coalesce.engine.rules.lowerings import LOWERINGS, Lowering, Seen
+from coalesce.engine.trace import trace
+
+#: vmap's own lowering, which needs no rule.
+GROUPED = "grouped"
+
+#: The names that `trainer.convolution` takes.
+CHOICES = ("auto", GROUPED, *LOWERINGS)
+
+#: What another lowering's time must be below, in that of vmap's own: a choice that noise turns over would change the
+#: last bits from run to run for nothing.
+CLEARLY = 0.8
+
+#: The most (bytes) that a lowering may make in a step of all lanes.
+MOST_BYTES = 2**30
+
+#: The most (bytes) of an input and an output that is timed; of wider ones, fewer lanes.
+TIMED_BYTES = 2**28
+
+#: For how long (seconds) the candidates are called in turns, and how often at the most.
+BUDGET_S, ROUNDS = 0.5, 25
+
+#: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled.
+HOPELESS = 4
+
+
+def choose_lowerings(
+    convolutions: Mapping[str, Seen],
+    width: int,
+    device: torch.device | str = "cpu",
+    choice: str = "auto",
+    compile: bool = True,
+) -> dict[str, str]:
+    """The fastest lowering of each convolution.
+
+    Args:
+        convolutions: those of one lane, by name, as a plain step saw them.
+        width: lanes.
+        device: where they will run.
+        choice: "auto", or the name of the one that all of them take that it can do.
+        compile: whether they will be compiled.
+
+    Returns:
+        Name of the convolution → name of its lowering.
+    """
+    found = {}
+    for name, seen in convolutions.items():
+        candidates = [n for n, lowering in LOWERINGS.items() if _fits(lowering, seen, width)]
+        if choice == "auto":
+            found[name] = _fastest([GROUPED, *candidates], seen, width, torch.device(device), compile)
+        else:
+            found[name] = choice if choice in candidates else GROUPED
+    return found
+
+
+def _fits(lowering: Lowering, seen: Seen, width: int) -> bool:
+    convolution = seen.convolution
+    size = getattr(torch, convolution.dtype).itemsize
+    return lowering.fits(convolution) and width * seen.batch * lowering.elements(convolution) * size <= MOST_BYTES
+
+
+def _fastest(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> str:
+    inputs = _inputs(seen, width, device)
+    lanes = {name: _lanes(name, seen) for name in candidates}
+    times = _least({name: partial(lane, *inputs) for name, lane in lanes.items()}, device)
+    left = [name for name in candidates if times[name] <= HOPELESS * min(times.values())]
+    if compile and len(left) > 1:
+        graphs = {name: trace(lanes[name], inputs) for name in left}
+        times = _least({name: partial(compile_graph(g, inputs), *inputs) for name, g in graphs.items()}, device)
+    best = min(times, key=lambda name: times[name])
+    return GROUPED if GROUPED in times and times[best] > CLEARLY * times[GROUPED] else best
+
+
+def _inputs(seen: Seen, width: int, device: torch.device) -> list[Tensor]:
+    """Inputs, weights, and gradients of outputs of some lanes."""
+    convolution, dtype = seen.convolution, getattr(torch, seen.convolution.dtype)
+    one = seen.batch * (math.prod(convolution.input) + math.prod(convolution.output)) * dtype.itemsize
+    lanes = min(width, max(2, TIMED_BYTES // one))
+    shapes = (seen.batch, *convolution.input), convolution.weight, (seen.batch, *convolution.output)
+    return [torch.ones(lanes, *shape, dtype=dtype, device=device) for shape in shapes]
+
+
+def _lanes(name: str, seen: Seen) -> Callable[..., list[Tensor]]:
+    """A function of `_inputs` that runs a convolution of all lanes forward and backward."""
+    convolution = seen.convolution
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return convolution.plain(x, weight) if name == GROUPED else LOWERINGS[name].run(x, weight, convolution)
+
+    def lane(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        # a first layer's input has no gradient
+        pair = (x, weight) if seen.needs_gradient else (weight,)
+        result, back = vjp(lambda *given: run(*(x, *given)[-2:]), *pair)  # type: ignore[misc]
+        return result, *back(gradient)
+
+    return lambda *inputs: list(vmap(lane)(*inputs))
+
+
+def _least(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """The least time (seconds) that each call took; they come in turns. Whatever else the machine does only adds to it.
+
+    On the clock: how well the work is spread over the cores counts.
+    """
+    for call in calls.values():
+        # the first call of a shape prepares the library's kernels
+        call()
+    least, started_s = dict.fromkeys(calls, math.inf), time.perf_counter()
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            least[name] = min(least[name], _timed(call, device))
+        if time.perf_counter() - started_s > BUDGET_S:
+            break
+    return least
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> float:
+    started_s = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started_s

@@ -1,0 +1,207 @@
+"""Convolutions in lanes, by each lowering.
+
+Oracle: torch's own convolution and its gradients, lane by lane, in float64, to 1e-12 of their largest entry: the
+lowerings add up the same products in another order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+from coalesce.engine import measure
+from coalesce.engine.rules import Rules
+from coalesce.engine.rules.lowerings import LOWERINGS, Convolution, Seen
+from coalesce.engine.rules.mode import Notes
+from coalesce.engine.trace import trace
+from coalesce.random import key_of
+
+KEYS = torch.stack([key_of(seed) for seed in (0, 1, 2)])
+STEP = torch.tensor(0)
+
+LAYERS: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any], tuple[int, ...]]] = {
+    "plain 1d": (nn.Conv1d, (3, 4, 3), {}, (3, 11)),
+    "paper 1d": (nn.Conv1d, (1, 5, 5), {"stride": 2, "padding": 1}, (1, 40)),
+    "no bias": (nn.Conv1d, (2, 3, 2), {"bias": False}, (2, 7)),
+    "same": (nn.Conv1d, (2, 3, 3), {"padding": "same", "dilation": 2}, (2, 9)),
+    "same, one side more": (nn.Conv1d, (2, 3, 4), {"padding": "same"}, (2, 9)),
+    "valid": (nn.Conv1d, (2, 3, 4), {"padding": "valid"}, (2, 9)),
+    "stride beyond the kernel": (nn.Conv1d, (2, 3, 2), {"stride": 3}, (2, 12)),
+    "2d": (nn.Conv2d, (3, 4, 3), {"padding": 1}, (3, 6, 5)),
+    "2d uneven": (nn.Conv2d, (2, 3, (3, 2)), {"stride": (1, 2), "padding": (2, 0), "dilation": (2, 1)}, (2, 7, 8)),
+    "2d one by one": (nn.Conv2d, (4, 2, 1), {"stride": 2}, (4, 5, 5)),
+    "depthwise": (nn.Conv2d, (4, 8, 3), {"groups": 4}, (4, 6, 6)),
+    "reflected": (nn.Conv2d, (2, 3, 3), {"padding": 1, "padding_mode": "reflect"}, (2, 5, 6)),
+    "3d": (nn.Conv3d, (2, 3, (2, 3, 1)), {"stride": (1, 2, 1), "padding": (1, 0, 0)}, (2, 4, 5, 3)),
+    "transposed 1d": (nn.ConvTranspose1d, (3, 2, 3), {"stride": 2, "output_padding": 1}, (3, 5)),
+    "transposed 2d": (nn.ConvTranspose2d, (2, 4, 3), {"stride": 2, "padding": 1, "groups": 2}, (2, 4, 5)),
+    "transposed 3d": (nn.ConvTranspose3d, (2, 2, 2), {"dilation": 2}, (2, 3, 3, 3)),
+}
+
+#: What a lowering leaves to torch's own: here it pads one side more than the other.
+BEYOND = {name: {"same, one side more"} for name in LOWERINGS}
+BEYOND["columns"] |= {"depthwise", "transposed 1d", "transposed 2d", "transposed 3d"}
+
+
+def _build(name: str) -> tuple[nn.Module, list[Tensor], Tensor]:
+    """A layer, and the stacked parameters and inputs of three lanes."""
+    kind, arguments, settings, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = kind(*arguments, **settings).double()
+    stacked = [torch.randn(3, *p.shape, dtype=torch.float64) for p in layer.parameters()]
+    return layer, stacked, torch.randn(3, 5, *shape, dtype=torch.float64)
+
+
+def _loss(layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+    names = [n for n, _ in layer.named_parameters()]
+    y = torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), x)
+    return (y * torch.arange(1, y.numel() + 1, dtype=y.dtype).cos().view(y.shape)).sum()
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")  # torch's word on a slow case
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_values_and_gradients(name: str, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, stacked, x = _build(name)
+    argnums = tuple(range(1, 2 + len(stacked)))
+    notes = Notes()
+    with Rules(KEYS[0], STEP, {}, notes):
+        _loss(layer, x[0], *(p[0] for p in stacked))
+    chosen = measure.choose_lowerings(notes.convolutions, 3, choice=lowering)
+    taken: list[int] = []
+    run = LOWERINGS[lowering].run
+
+    def counted(*given: Any) -> Tensor:
+        taken.append(1)
+        return run(*given)
+
+    monkeypatch.setitem(LOWERINGS, lowering, LOWERINGS[lowering]._replace(run=counted))
+
+    def lane(key: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        def loss(*tensors: Tensor) -> Tensor:
+            with Rules(key, STEP, {}, lowerings=chosen):
+                return _loss(layer, *tensors)
+
+        return loss(*tensors), *grad(loss, argnums=tuple(i - 1 for i in argnums))(*tensors)
+
+    found = vmap(lane)(KEYS, x, *stacked)
+    assert bool(taken) == (name not in BEYOND[lowering])
+    for i in range(3):
+        leaves = [t[i].clone().requires_grad_() for t in (x, *stacked)]
+        loss = _loss(layer, *leaves)
+        right = loss, *torch.autograd.grad(loss, leaves)
+        for mine, theirs in zip(found, right, strict=True):
+            theirs = theirs.detach()
+            torch.testing.assert_close(mine[i], theirs, rtol=0, atol=1e-12 * float(theirs.abs().max()))
+
+
+def _example(**changes: Any) -> Convolution:
+    usual: dict[str, Any] = {"stride": (2,), "padding": (1,), "dilation": (1,), "output_padding": (0,), "groups": 1}
+    shapes: dict[str, Any] = {"input": (2, 6), "weight": (3, 2, 3), "transposed": False, "dtype": "float64"}
+    return Convolution(**{**usual, **shapes, **changes})
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_gradients_of_gradients(lowering: str) -> None:
+    torch.manual_seed(0)
+    pair = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((4, 2, 6), (3, 2, 3))]
+
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return LOWERINGS[lowering].run(x, weight, _example())
+
+    torch.autograd.gradcheck(convolve, pair)
+    torch.autograd.gradgradcheck(convolve, pair)
+
+
+def test_a_convolution_without_a_bias_on_one_sample() -> None:
+    _, (weight,), x = _build("no bias")
+    chosen = {str(_example(input=(2, 7), weight=(3, 2, 2), stride=(1,), padding=(0,))): "single"}
+
+    def lane(key: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        with Rules(key, STEP, {}, lowerings=chosen):
+            return F.conv1d(x, weight)
+
+    module = trace(lambda *t: [vmap(lane)(*t)], [KEYS, x[:, 0], weight])
+    assert "coalesce.convolutions" in str([n.target for n in module.graph.nodes])
+    right = torch.stack([F.conv1d(a, b) for a, b in zip(x[:, 0], weight, strict=True)])
+    torch.testing.assert_close(vmap(lane)(KEYS, x[:, 0], weight), right)
+
+
+def test_what_lanes_have_in_common_stays_one_convolution() -> None:
+    """Data of an evaluation: folding the lanes into the output channels is one dense convolution."""
+    _, (weight,), x = _build("no bias")
+    chosen = {str(_example(input=(2, 7), weight=(3, 2, 2), stride=(1,), padding=(0,))): "single"}
+
+    def lane(key: Tensor, weight: Tensor, x: Tensor) -> Tensor:
+        with Rules(key, STEP, {}, lowerings=chosen):
+            return F.conv1d(x, weight)
+
+    module = trace(lambda *t: [vmap(lane, in_dims=(0, 0, None))(*t)], [KEYS, weight, x[0]])
+    assert [str(n.target) for n in module.graph.nodes if "conv" in str(n.target)] == ["aten.convolution.default"]
+
+
+def test_names_tell_shapes_and_settings_apart() -> None:
+    assert str(_example()) == "conv1d input=2x6 weight=3x2x3 stride=2 padding=1 float64"
+    others: list[dict[str, Any]] = [
+        {"input": (2, 7)},
+        {"weight": (3, 2, 1)},
+        {"stride": (1,)},
+        {"padding": (0,)},
+        {"dilation": (2,)},
+        {"groups": 2},
+        {"transposed": True},
+        {"output_padding": (1,)},
+        {"dtype": "float32"},
+    ]
+    assert len({str(_example(**change)) for change in ({}, *others)}) == 1 + len(others)
+
+
+def test_the_fastest_is_taken_if_it_clearly_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {"a": Seen(_example(), 4, True)}
+    seconds: dict[str, float] = {}
+    monkeypatch.setattr(measure, "_lanes", lambda name, _: lambda *inputs: name)
+    monkeypatch.setattr(measure, "_timed", lambda call, _: seconds[call()])
+    for times, right in [
+        ((1.0, 0.5, 0.6), "single"),
+        ((1.0, 0.6, 0.5), "columns"),
+        ((1.0, 0.9, 0.9), "grouped"),
+        ((9.0, 2.0, 1.0), "columns"),
+    ]:
+        seconds |= dict(zip(("grouped", "single", "columns"), times, strict=True))
+        assert measure.choose_lowerings(seen, 8, compile=False) == {"a": right}, times
+
+
+def test_a_choice_that_cannot_be_done_is_vmaps_own() -> None:
+    seen = {"a": Seen(_example(groups=2, weight=(2, 1, 3)), 4, True)}
+    assert measure.choose_lowerings(seen, 8, choice="columns") == {"a": "grouped"}
+    assert measure.choose_lowerings(seen, 8, choice="single") == {"a": "single"}
+    # columns of 9 times 2**30 bytes
+    large = _example(input=(8, 2**25), weight=(8, 8, 9), stride=(1,), padding=(4,))
+    assert measure.choose_lowerings({"a": Seen(large, 4, True)}, 8, choice="columns") == {"a": "grouped"}
+
+
+def test_every_candidate_is_timed_forward_and_backward() -> None:
+    """Nothing replaced: what is timed really runs, with and without a gradient of the input."""
+    for needs in (True, False):
+        for name in ("grouped", *LOWERINGS):
+            seen = Seen(_example(dtype="float32"), 4, needs)
+            found = measure._lanes(name, seen)(*measure._inputs(seen, 3, torch.device("cpu")))
+            assert [t.shape for t in found] == [(3, 4, 3, 3), *[(3, 4, 2, 6), (3, 3, 2, 3)][not needs :]]
+
+
+def test_what_is_compiled_is_timed_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation by operation all but one take four times as long as the first; compiled, the last is the fastest."""
+    eager = dict(zip(("grouped", "single", "columns"), (1.0, 4.5, 3.5), strict=True))
+    compiled = {"grouped": 1.0, "columns": 0.5}
+    monkeypatch.setattr(measure, "_lanes", lambda name, _: lambda *inputs: ("eager", name))
+    monkeypatch.setattr(measure, "trace", lambda lane, _: lane()[1])
+    monkeypatch.setattr(measure, "compile_graph", lambda name, _: lambda *inputs: ("compiled", name))
+    monkeypatch.setattr(measure, "_timed", lambda call, _: {"eager": eager, "compiled": compiled}[call()[0]][call()[1]])
+    seen = {"a": Seen(_example(), 4, True)}
+    assert measure.choose_lowerings(seen, 8) == {"a": "columns"}
+    assert measure.choose_lowerings(seen, 8, compile=False) == {"a": "grouped"}
