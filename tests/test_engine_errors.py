@@ -106,6 +106,19 @@ class NumpyFunction(Small):
         return scores * np.sqrt(self.a)  # mark: numpy
 
 
+class Counts(Small):
+    """Once these raised when the whole graph was finished, with no line."""
+
+    def use(self, scores: Tensor) -> Tensor:
+        return scores * torch.bincount(scores.argmax(1), minlength=3)  # mark: counts
+
+
+class Repeats(Small):
+    def use(self, scores: Tensor) -> Tensor:
+        scores.repeat_interleave(torch.tensor([1, 2, 1]), 1)  # mark: repeats
+        return scores
+
+
 #: Task, mark of the line, patterns. `a` differs between two lanes.
 IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
     (Order, "order", [r"cdist\(\) takes only a Python number where task\.a stands", r'static = \("a",\)']),
@@ -117,6 +130,8 @@ IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
     (Branch, "branch", [r"__bool__\(\) asks for the value", r"Floats that ride here: task\.a", r"static = "]),
     (BranchOnData, "branch on data", [r"__bool__\(\) asks for the value", r"torch\.where"]),
     (Item, "item", [r"item\(\) asks for the value", "Return the value as a metric"]),
+    (Counts, "counts", [r"bincount\(\) gives a result whose shape depends on the values", "one_hot"]),
+    (Repeats, "repeats", [r"repeat_interleave\(\) gives a result whose shape depends", "output_size"]),
     (MathFunction, "math", [r"__float__\(\) takes only a Python number where task\.a stands"]),
     (NumpyFunction, "numpy", [r"__array__\(\) takes only a Python number where task\.a stands"]),
 ]
@@ -310,6 +325,39 @@ class Complex(Small):
         return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3, dtype=torch.complex64))
 
 
+class SparseBuffer(Small):
+    def model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 3))
+        model.register_buffer("graph", torch.eye(4).to_sparse())
+        return model
+
+
+class Target(Small):
+    """Its second weights follow the first; in the first step, where both are equal, the write changes nothing."""
+
+    def model(self) -> nn.Module:
+        model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3).requires_grad_(False)])
+        model[1].load_state_dict(model[0].state_dict())
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, y = batch
+        loss = F.cross_entropy(model[0](x), y) + F.mse_loss(model[0](x), model[1](x) + 1)
+        with torch.no_grad():
+            model[1].weight.mul_(0.5).add_(model[0].weight, alpha=0.5)
+        return loss
+
+    def metrics(self, model: Any, batch: Any) -> Any:
+        return {"size": model[1].weight.norm()}
+
+
+class Logs(Small):
+    def loss(self, model: Any, batch: Any) -> Any:
+        loss = super().loss(model, batch)
+        self.last = loss.item()
+        return loss
+
+
 class FrozenByFloat(Small):
     def model(self) -> nn.Module:
         model = nn.Linear(4, 3)
@@ -344,6 +392,9 @@ BEFORE_TRACING: list[tuple[type[Small], str, str]] = [
     (Sparse, "", r"weight has a sparse gradient"),
     (Norms, "", r"embedding_bag\(\) with max_norm=0\.5 writes into its weight(.|\n)*In the model's 0\.1, EmbeddingBag"),
     (Complex, "", r"1\.weight is torch\.complex64, but lanes train real parameters"),
+    (SparseBuffer, "", r"graph is sparse \(torch\.sparse_coo\), but lanes are stacked densely"),
+    (Target, "", r"loss\(\) writes into the parameter 1\.weight(.|\n)*target network's do, are buffers"),
+    (Logs, "", r"changes task\.last from (.|\n)*to be logged is returned beside the loss"),
     (FrozenByFloat, "", r"weight has \(shape, dtype, requires_grad\)"),
 ]
 

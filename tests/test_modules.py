@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import modules_attention  # noqa: F401
+import modules_gradients  # noqa: F401
 import modules_layers  # noqa: F401
 import modules_losses  # noqa: F401
 import modules_parameters  # noqa: F401

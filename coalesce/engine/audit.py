@@ -99,7 +99,8 @@ class Audit:
                 raise TaskError(
                     f"{name} changes {spell(path)} from {before!r} to {value!r} in a step, but the graph of a step is "
                     f"traced once: it would keep the value of the first. Keep what changes from step to step in a "
-                    f"buffer of the model (register_buffer), of which each lane has its own."
+                    f"buffer of the model (register_buffer), of which each lane has its own. A value to be logged is "
+                    f"returned beside the loss: return loss, {{'name': tensor}}."
                 )
         first = self._outcome(new, self.experiment, 1)
         wrong = _unlike(first.values, second.values)

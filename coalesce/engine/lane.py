@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import grad
 
 from coalesce.engine.instance import Instance
 from coalesce.engine.objects import Path, spell
 from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, split_loss
 from coalesce.engine.rules import Rules
+from coalesce.engine.rules.leaves import require_grad
 from coalesce.engine.template import Template
 from coalesce.optim.base import Count, Factors, Patterns, Rule, State, Word
 
@@ -57,8 +59,9 @@ def lane_metrics(
     batch: Any,
 ) -> dict[str, Tensor]:
     """The evaluation metrics of one lane on one batch. Arguments as `lane_loss`'s."""
-    found, _ = _run(template, instance, "metrics", weights, buffers, riding, key, step, batch)
-    return check_scalars(found, f"{instance.name}.metrics()")
+    what = f"{instance.name}.metrics()"
+    lane = weights, buffers, riding, key, step, batch
+    return _evaluated(template, instance, "metrics", lane, lambda found: check_scalars(found, what))
 
 
 def lane_outputs(
@@ -73,8 +76,31 @@ def lane_outputs(
     size: int,
 ) -> dict[str, Tensor]:
     """What the task gives for each of a batch's samples, for its summary. Arguments as `lane_loss`'s."""
-    found, _ = _run(template, instance, "outputs", weights, buffers, riding, key, step, batch)
-    return check_outputs(found, f"{instance.name}.outputs()", size)
+    what = f"{instance.name}.outputs()"
+    lane = weights, buffers, riding, key, step, batch
+    return _evaluated(template, instance, "outputs", lane, lambda found: check_outputs(found, what, size))
+
+
+def _evaluated(
+    template: Template,
+    instance: Instance,
+    method: str,
+    lane: tuple[Any, ...],
+    check: Callable[[Any], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """What a method of the task returns in evaluation, for which `torch.func.grad` stands around it as it does in
+    training: under ``torch.enable_grad()`` a task may take gradients there as well."""
+    trainable = [n for n, p in template.model.named_parameters() if p.requires_grad]
+
+    def aside(zero: Tensor, weights: Mapping[str, Tensor], *rest: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            for name in trainable:
+                require_grad(weights[name])
+            found, _ = _run(template, instance, method, weights, *rest)
+            # a metric may be a weight itself
+            return zero, {n: t.detach() for n, t in check(found).items()}
+
+    return grad(aside, has_aux=True)(torch.zeros(()), *lane)[1]
 
 
 def _run(

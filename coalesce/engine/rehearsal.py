@@ -82,6 +82,7 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     saved: dict[int, int] = {}
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    versions = {n: p._version for n, p in model.named_parameters()}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -119,6 +120,10 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
         if weight.grad is not None and weight.grad.is_sparse:
             raise TaskError(f"{parameter} has a sparse gradient, which lanes do not support: use sparse=False")
     _check_kept(f"{name}.loss()", "the parameter", weights, dict(model.named_parameters()))
+    for parameter, weight in model.named_parameters():
+        # what is written may be what stood there: the first step of a target network that starts as a copy
+        if weight._version != versions[parameter]:
+            raise _writes(f"{name}.loss()", "the parameter", parameter)
     unused = frozenset(n for n, p in model.named_parameters() if p.requires_grad and p.grad is None)
     metrics: tuple[str, ...] = ()
     split = next((s for s in ("val", "test") if s in data.sizes), None)
@@ -249,10 +254,15 @@ def _check_kept(what: str, kind: str, before: Mapping[str, Tensor], after: Mappi
     for name, value in before.items():
         # NaN in neither: data are checked, and weights that are NaN would not train
         if not torch.equal(value, after[name]):
-            raise TaskError(
-                f"{what} writes into {kind} {name}, which is not its own: parameters are the optimiser's, and all "
-                f"lanes have one batch in an evaluation. Work on a copy: x = x.clamp(...) instead of x.clamp_(...)."
-            )
+            raise _writes(what, kind, name)
+
+
+def _writes(what: str, kind: str, name: str) -> TaskError:
+    return TaskError(
+        f"{what} writes into {kind} {name}, which is not its own: parameters are the optimiser's, and all lanes have "
+        f"one batch in an evaluation. Work on a copy: x = x.clamp(...) instead of x.clamp_(...). Weights that follow "
+        f"others, as a target network's do, are buffers: register_buffer(...), and torch.func.functional_call."
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -306,6 +306,12 @@ def build(experiment: Experiment) -> tuple[Task, nn.Module]:
                 f"{name}.model(): {path} is {parameter.dtype}, but lanes train real parameters. Keep a real one with a "
                 f"last dimension of 2, and take torch.view_as_complex(...) of it in forward()."
             )
+    for path, tensor in Instance(task, model).tensors().items():
+        if tensor.layout != torch.strided:
+            raise TaskError(
+                f"{name}.model(): {path} is sparse ({tensor.layout}), but lanes are stacked densely. Keep "
+                f"{path}.to_dense(), or its indices and values, and add up by index_add in forward()."
+            )
     return task, model
 
 

@@ -51,6 +51,21 @@ def logit(input: Tensor, eps: Any = None) -> Tensor:
     return (inside / (1 - inside)).log()
 
 
+def cov(input: Tensor, correction: int) -> Tensor:
+    """`torch.cov` without weights, which asks for a value that a trace does not have."""
+    rows = input if input.dim() > 1 else input[None]
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.mH / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    found = cov(input, 1)
+    if found.dim() == 0:
+        return found / found
+    deviation = found.diagonal().sqrt()
+    return (found / deviation[:, None] / deviation[None, :]).clip(-1, 1)
+
+
 def _register(name: str, formula: Callable[..., Tensor], *numbers: tuple[int, str]) -> None:
     """The rules of ``torch.<name>``, of the method and of the method in place."""
 
@@ -111,3 +126,14 @@ def _scatter(method: Callable[..., Tensor]) -> None:
 
 for _method in (torch.scatter, Tensor.scatter, Tensor.scatter_):
     _scatter(_method)
+
+
+@rule(torch.cov, Tensor.cov)
+def cov_rule(rules: Rules, input: Tensor, *, correction: int = 1, **weights: Any) -> Tensor:
+    alone = not rules.stacked or input.is_complex() or any(w is not None for w in weights.values())
+    return torch.cov(input, correction=correction, **weights) if alone else cov(input, correction)
+
+
+@rule(torch.corrcoef, Tensor.corrcoef)
+def corrcoef_rule(rules: Rules, input: Tensor) -> Tensor:
+    return corrcoef(input) if rules.stacked and not input.is_complex() else torch.corrcoef(input)

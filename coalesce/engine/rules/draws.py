@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coalesce.engine.rules.leaves import require_grad
 from coalesce.engine.rules.mode import Rules, rule
 from coalesce.errors import TaskError
 
@@ -104,7 +105,7 @@ def _finish(rules: Rules, value: Tensor, dtype: torch.dtype | None, name: str, o
     value = value.to(dtype or torch.get_default_dtype())
     if device is not None:
         value = value.to(device)
-    return value.requires_grad_() if requires_grad else value
+    return require_grad(value) if requires_grad else value
 
 
 def _factory(name: str, draw: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from coalesce.engine.rules.leaves import require_grad
 from coalesce.engine.rules.lines import user_line
 from coalesce.engine.rules.mode import Rules, rule, shared
 from coalesce.errors import TaskError
@@ -166,7 +167,7 @@ def tensor(rules: Rules, data: Any, **options: Any) -> Tensor:
     dtype, device = options.pop("dtype", None), options.pop("device", None)
     wanted = dtype or _dtype(rules, data)
     value = _stack(data, wanted).to(device=device).detach()
-    return value.requires_grad_() if options.pop("requires_grad", False) else value
+    return require_grad(value) if options.pop("requires_grad", False) else value
 
 
 def _holds_tensor(data: Any) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -22,6 +24,9 @@ from coalesce.engine.rules.lowerings import Convolution, Seen
 from coalesce.errors import TaskError
 
 Handler = Callable[..., Any]
+
+#: How torch says that it cannot trace a result whose shape follows from values.
+_DYNAMIC = (DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 #: torch function → rule; the rule gets the mode and the function's own arguments. Filled by the modules beside this.
 RULES: dict[Callable[..., Any], Handler] = {}
@@ -213,6 +218,8 @@ class Rules(TorchFunctionMode):
             raise explained from error
         if before is not None and not torch.equal(before, torch.random.get_rng_state()):
             raise _draws(func)
+        if self.stacked and isinstance(returned, Tensor) and not all(type(n) is int for n in returned.shape):
+            raise _shapes(getattr(func, "__name__", str(func)))
         return returned
 
     def _cast(
@@ -252,12 +259,8 @@ class Rules(TorchFunctionMode):
             )
         if "random operation" in text:
             return _draws(func)
-        if "dynamic shape" in text or "differently shaped Tensor" in text:
-            return TaskError(
-                f"{name}() gives a result whose shape depends on the values of a tensor: x[mask], nonzero, unique. "
-                f"Lanes need one shape: keep every entry, and weigh it by the mask: torch.where(mask, x, 0), "
-                f"(x * mask).sum() / mask.sum().\n{user_line()}"
-            )
+        if "dynamic shape" in text or "differently shaped Tensor" in text or isinstance(error, _DYNAMIC):
+            return _shapes(name)
         if "is not possible because there exists a Tensor" in text or "would mutate a captured Tensor" in text:
             return TaskError(
                 f"{name}() writes what differs between the lanes into a tensor that they share: data of an "
@@ -276,6 +279,15 @@ class Rules(TorchFunctionMode):
         return f'{source}. Name it in the task, static = ("{argument}",), so that each value picks another graph'
 
 
+def _shapes(name: str) -> TaskError:
+    return TaskError(
+        f"{name}() gives a result whose shape depends on the values of a tensor: x[mask], nonzero, unique. "
+        f"Lanes need one shape: keep every entry, and weigh it by the mask: torch.where(mask, x, 0), "
+        f"(x * mask).sum() / mask.sum(). repeat_interleave takes output_size; for bincount, add up one_hot(x, n).\n"
+        f"{user_line()}"
+    )
+
+
 def _draws(func: Callable[..., Any]) -> TaskError:
     name = getattr(func, "__name__", str(func))
     return TaskError(
@@ -290,7 +302,11 @@ def shared(tensor: Tensor) -> bool:
 
     torch has no public way to ask; tried on torch 2.13.0, and by `tests/test_rules_factories.py`.
     """
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    functorch = torch._C._functorch
+    while functorch.is_gradtrackingtensor(tensor):
+        # `torch.func.grad` wraps whatever it is given
+        tensor = functorch.get_unwrapped(tensor)
+    return not functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def _into(out: Any, found: Any) -> Any:
