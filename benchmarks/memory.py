@@ -2,10 +2,9 @@
 
     python -m benchmarks.memory [--widths 1 2 4 8] [--layers 12] [--size 2048] [--json FILE]
 
-A stack of Linear(2048, 2048) without bias, batch 64, AdamW, on the CPU. Beside the compiled tape and the same tape run
-operation by operation stand two controls: the stacked model in a plain eager loop, in which all gradients are alive at
-once (it must read at least 1, else the measurement itself is broken), and the same with each parameter updated by a
-hook as soon as its gradient is there.
+A stack of Linear(2048, 2048) without bias, batch 64, AdamW, on the CPU. The compiled tape, the same tape run operation
+by operation, and, as one plain model with stacked weights, `coalesce.BackProp`. Its plain eager loop is the control: in
+it all gradients are alive at once, so that it must read at least 1, else the measurement itself is broken.
 
 Each figure is the high-water mark of a process of its own. `MALLOC_MMAP_THRESHOLD_` is set for it: by default glibc
 keeps what is freed, and the mark reads 0 for anything.
@@ -36,7 +35,7 @@ from coalesce.experiment import group
 BATCH, WARM, STEPS = 64, 2, 3
 #: The most that each kind of tape may read, at every width. One layer of twelve is 0.08. Operation by operation, AdamW
 #: holds its gradient and five more tensors of the layer's size; compiled, they never leave the registers.
-BOUNDS = {"tape, compiled": 0.20, "tape, op by op": 0.60}
+BOUNDS = {"tape, compiled": 0.20, "tape, op by op": 0.60, "BackProp": 0.30}
 
 
 class Stack(coalesce.Task):
@@ -71,30 +70,32 @@ def tape(width: int, layers: int, size: int, compiled: bool) -> Callable[[], Non
     return lambda: lanes.advance(1)
 
 
-def plain(width: int, layers: int, size: int, hook: bool) -> Callable[[], None]:
+class Stacked(nn.Module):
+    """The same layers for several lanes, as one model."""
+
+    def __init__(self, width: int, layers: int, size: int):
+        super().__init__()
+        weights = [torch.randn(width, size, size) / size**0.5 for _ in range(layers)]
+        self.weights = nn.ParameterList(weights)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.bmm(x, weight)
+        return x
+
+
+def plain(width: int, layers: int, size: int, backprop: bool) -> Callable[[], None]:
     """One step of the stacked model in plain eager PyTorch."""
-    weights = [nn.Parameter(torch.randn(width, size, size) / size**0.5) for _ in range(layers)]
+    model = Stacked(width, layers, size)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    if backprop:
+        model, optimizer = coalesce.BackProp(model, optimizer)
     batch = torch.randn(width, BATCH, size)
-    optimizers = [torch.optim.AdamW([w], foreach=False) for w in weights]
-
-    def update(optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    if hook:
-        for weight, optimizer in zip(weights, optimizers, strict=True):
-            weight.register_post_accumulate_grad_hook(lambda _, o=optimizer: update(o))
 
     def step() -> None:
-        x = batch
-        for weight in weights:
-            x = torch.bmm(x, weight)
-        x.square().mean().backward()
-        if not hook:
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -102,8 +103,8 @@ def plain(width: int, layers: int, size: int, hook: bool) -> Callable[[], None]:
 KINDS: dict[str, Callable[[int, int, int], Callable[[], None]]] = {
     "tape, compiled": lambda *a: tape(*a, compiled=True),
     "tape, op by op": lambda *a: tape(*a, compiled=False),
-    "eager loop": lambda *a: plain(*a, hook=False),
-    "eager hook": lambda *a: plain(*a, hook=True),
+    "BackProp": lambda *a: plain(*a, backprop=True),
+    "eager loop": lambda *a: plain(*a, backprop=False),
 }
 
 

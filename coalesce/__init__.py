@@ -11,14 +11,21 @@ from coalesce.experiment import Experiment
 from coalesce.task import Data, Task
 
 if TYPE_CHECKING:
+    from coalesce.engine.backprop import BackProp
     from coalesce.library import sweep
     from coalesce.store.read import load, load_history
 
 __version__ = "0.1.0"
-__all__ = ["ConfigError", "Data", "Experiment", "Task", "TaskError", "load", "load_history", "sweep"]
+__all__ = ["BackProp", "ConfigError", "Data", "Experiment", "Task", "TaskError", "load", "load_history", "sweep"]
 
-# These need Hydra, pandas or pyarrow: `import coalesce` must do where only torch is installed (PEP 562).
-_LAZY = {"load": "coalesce.store.read", "load_history": "coalesce.store.read", "sweep": "coalesce.library"}
+# What needs Hydra, pandas or pyarrow is found when it is asked for: `import coalesce` must do where only torch is
+# installed (PEP 562).
+_LAZY = {
+    "BackProp": "coalesce.engine.backprop",
+    "load": "coalesce.store.read",
+    "load_history": "coalesce.store.read",
+    "sweep": "coalesce.library",
+}
 
 
 def __getattr__(name: str) -> Any:

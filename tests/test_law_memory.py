@@ -26,4 +26,4 @@ def test_peak_memory_of_a_deep_stack(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {kind: by_width["1"] for kind, by_width in json.loads(figures.read_text()).items()}
-    assert found["tape, compiled"] < found["eager hook"] < found["tape, op by op"] < 1 < found["eager loop"]
+    assert found["tape, compiled"] < found["BackProp"] < found["tape, op by op"] < 1 < found["eager loop"]
