@@ -6,17 +6,13 @@ A stack of Linear(2048, 2048) without bias, batch 64, AdamW, on the CPU. The com
 by operation, and, as one plain model with stacked weights, `coalesce.BackProp`. Its plain eager loop is the control: in
 it all gradients are alive at once, so that it must read at least 1, else the measurement itself is broken.
 
-Each figure is the high-water mark of a process of its own. `MALLOC_MMAP_THRESHOLD_` is set for it: by default glibc
-keeps what is freed, and the mark reads 0 for anything.
+Each figure is the high-water mark of a process of its own (`coalesce.memory.measure`).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +23,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import coalesce
-from coalesce.configuration import make_experiments, rides
-from coalesce.engine.lanes import Lanes
-from coalesce.engine.template import Template
-from coalesce.experiment import group
+from coalesce.memory.measure import alone, peak
+from coalesce.memory.modes import fill_lanes
 
 BATCH, WARM, STEPS = 64, 2, 3
 #: The most that each kind of tape may read, at every width. One layer of twelve is 0.08. Operation by operation, AdamW
@@ -61,12 +55,7 @@ class Stack(coalesce.Task):
 def tape(width: int, layers: int, size: int, compiled: bool) -> Callable[[], None]:
     """One step of lanes."""
     task = {"_target_": "benchmarks.memory.Stack", "layers": layers, "size": size}
-    base = {"task": task, "optimizer": "adamw", "schedule": "constant", "steps": 10**6, "batch_size": BATCH, "seed": 0}
-    experiments, _ = make_experiments(base, {"seed": range(width)})
-    (cohort,) = group(experiments, rides)
-    lanes = Lanes(Template(cohort), width, compile=compiled)
-    for lane, experiment in enumerate(experiments):
-        lanes.fill(lane, experiment)
+    lanes = fill_lanes(task, width, BATCH, compile=compiled)
     return lambda: lanes.advance(1)
 
 
@@ -108,32 +97,20 @@ KINDS: dict[str, Callable[[int, int, int], Callable[[], None]]] = {
 }
 
 
-def resident_bytes(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def measure(kind: str, width: int, layers: int, size: int) -> float:
     """The rise of this process's high-water mark during some steps, over the parameters' bytes."""
     step = KINDS[kind](width, layers, size)
     for _ in range(WARM):
         step()
-    gc.collect()
-    rest = resident_bytes("VmRSS")
-    # the mark falls back to what is resident now
-    Path("/proc/self/clear_refs").write_text("5")
-    for _ in range(STEPS):
-        step()
-    return (resident_bytes("VmHWM") - rest) / (4 * width * layers * size**2)
+    rise = peak(step, STEPS)
+    assert rise is not None, "only Linux tells a process's high-water mark"
+    return rise / (4 * width * layers * size**2)
 
 
 def measured_alone(kind: str, width: int, layers: int, size: int) -> float:
     """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.memory", "--one", kind, "--widths", str(width)]
-    command += ["--layers", str(layers), "--size", str(size)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    command = ["-m", "benchmarks.memory", "--one", kind, "--widths", str(width)]
+    return float(alone([*command, "--layers", str(layers), "--size", str(size)]).split()[-1])
 
 
 def main() -> None:

@@ -2,18 +2,13 @@
 
     python -m benchmarks.micro_batches [--counts 1 2 4 8]
 
-Two lanes of an MLP of 8 Linear(256, 256) and GELU, batch 2048, SGD, one thread, on the CPU, measured as
-`benchmarks.memory` does it, each figure in a process of its own.
+Two lanes of an MLP of 8 Linear(256, 256) and GELU, batch 2048, SGD, one thread, on the CPU, each
+figure measured in a process of its own (`coalesce.memory.measure`).
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import coalesce
-from benchmarks.memory import resident_bytes
-from coalesce.configuration import make_experiments, rides
-from coalesce.engine.lanes import Lanes
-from coalesce.engine.template import Template
-from coalesce.experiment import group
+from coalesce.memory.measure import alone, peak
+from coalesce.memory.modes import fill_lanes
 
 BATCH, SIZE, LAYERS, STEPS = 2048, 256, 8, 3
 
@@ -53,33 +45,18 @@ class Wide(coalesce.Task):
 def measure(count: int, compiled: bool) -> float:
     """The rise of this process's high-water mark during some steps, in MiB."""
     torch.set_num_threads(1)
-    base = {
-        "task": {"_target_": "benchmarks.micro_batches.Wide"},
-        "optimizer": {"name": "sgd", "lr": 0.01, "accumulate": count},
-        "schedule": "constant",
-        "steps": 10**6,
-        "batch_size": BATCH,
-        "seed": 0,
-    }
-    experiments, _ = make_experiments(base, {"seed": [0, 1]})
-    (cohort,) = group(experiments, rides)
-    lanes = Lanes(Template(cohort), 2, compile=compiled)
-    for lane, experiment in enumerate(experiments):
-        lanes.fill(lane, experiment)
+    optimizer = {"name": "sgd", "lr": 0.01, "accumulate": count}
+    task = {"_target_": "benchmarks.micro_batches.Wide"}
+    lanes = fill_lanes(task, 2, BATCH, compile=compiled, optimizer=optimizer)
     lanes.advance(2)
-    gc.collect()
-    rest = resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    lanes.advance(STEPS)
-    return (resident_bytes("VmHWM") - rest) / 2**20
+    rise = peak(lambda: lanes.advance(1), STEPS)
+    assert rise is not None, "only Linux tells a process's high-water mark"
+    return rise / 2**20
 
 
 def measured_alone(count: int, kind: str) -> float:
     """`measure` in a fresh process."""
-    command = [sys.executable, "-m", "benchmarks.micro_batches", "--one", kind, "--counts", str(count)]
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout.split()[-1])
+    return float(alone(["-m", "benchmarks.micro_batches", "--one", kind, "--counts", str(count)]).split()[-1])
 
 
 def main() -> None:

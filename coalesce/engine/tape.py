@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,6 +45,9 @@ class Tape:
         cheap: numbers of the inputs that hold keys, steps and rates, see `cut`.
     """
 
+    #: Who looks on, for all tapes: calls a segment's function with its arguments, and returns the results.
+    around: ClassVar[Callable[[Segment, Runner, Sequence[Tensor]], Sequence[Tensor]] | None] = None
+
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Tensor], compile: bool, cheap: Iterable[int] = ()):
         holders = [n for n in module.graph.nodes if n.op == "placeholder"]
         lanes = next((t.shape[0] for t in inputs if t.dim()), 1)
@@ -70,8 +74,10 @@ class Tape:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the segments. Writes into the inputs that the graph copies into."""
         values: list[Tensor | None] = [*inputs, *[None] * self._size]
-        for run, taken, given, done in self._calls:
-            results = run(*[values[i] for i in taken])
+        for segment, (run, taken, given, done) in zip(self.segments, self._calls, strict=True):
+            arguments = [values[i] for i in taken]
+            results = run(*arguments) if Tape.around is None else Tape.around(segment, run, arguments)  # type: ignore[arg-type]
+            del arguments
             for i in done:
                 values[i] = None
             for i, result in zip(given, results, strict=True):
