@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -119,3 +120,20 @@ def assert_trains_alike(make: Make, build: Callable[[], nn.Module] = network, **
     assert_same_weights(model, plain)
     assert_same_state(stepped, optimizer)
     assert any(not torch.equal(p, q) for p, q in zip(plain.parameters(), start, strict=True))
+
+
+def watch(model: nn.Module) -> list[int]:
+    """How many earlier gradients there still are, noted whenever one is born: as attributes, and as memory."""
+    born: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def note(gradient: Tensor) -> None:
+        alive.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        alive.append(sum(one() is not None for one in born))
+        # the memory's, not the tensor's, which may be handed on as another one over the same memory
+        born.append(weakref.ref((gradient._values() if gradient.is_sparse else gradient).untyped_storage()))
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(note)
+    return alive

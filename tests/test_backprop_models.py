@@ -6,6 +6,7 @@ Oracle: the plain loop with `torch.optim`, 50 steps, bit for bit.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,23 +14,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 import coalesce
 from backprop_helpers import (
     CLASSES,
     FEATURES,
-    Schedule,
     X,
     Y,
-    adam,
     assert_same_state,
     assert_same_weights,
     assert_trains_alike,
     network,
     sgd,
     train,
+    watch,
 )
 
 
@@ -74,6 +73,20 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x[..., None])[0][:, -1])
 
 
+class Derivative(nn.Module):
+    """Takes a derivative with respect to its input on the way, as networks that solve differential equations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        value = self.inner(x)
+        (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        return torch.cat([value, slope[:, : CLASSES - 1]], 1)
+
+
 def normed(affine: bool = True) -> nn.Module:
     return nn.Sequential(
         nn.Linear(FEATURES, 8), nn.BatchNorm1d(8, affine=affine), nn.ReLU(inplace=True), nn.Linear(8, CLASSES)
@@ -89,6 +102,10 @@ def convolutions() -> nn.Module:
         nn.Flatten(),
         nn.Linear(16, CLASSES),
     )
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(CLASSES))
 
 
 def transformer() -> nn.Module:
@@ -121,6 +138,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": Recurrent,
     "normed": normed,
     "convolutions": convolutions,
+    "derivative": Derivative,
     "transformer": transformer,
     "frozen": frozen,
     "unused": unused,
@@ -154,67 +172,6 @@ def test_models(name: str, options: dict[str, Any]) -> None:
     assert_trains_alike(adamw, seeded(MODELS[name]), options=options, **how)
 
 
-SCHEDULES: dict[str, Schedule] = {
-    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),
-    "one cycle, the momentum moves too": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=60),
-    "cyclic, the momentum moves too": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=7),
-    "a function of the step": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
-    "a product": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.97),
-    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 9, 2),
-    "warm-up, then a fall": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.95)], [5]
-    ),
-}
-
-
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules(name: str, make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
-    assert_trains_alike(make, schedule=SCHEDULES[name])
-
-
-def test_a_plateau() -> None:
-    def plateau(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=2, factor=0.5)
-        rates = []
-        for seed in range(12):
-            scheduler.step(sum(train(model, optimizer, 3, seed=seed)))
-            rates += [group["lr"] for group in optimizer.param_groups]
-        return rates
-
-    plain, twin = network(), network()
-    rates = plateau(plain, sgd(plain))
-    assert plateau(*coalesce.BackProp(twin, sgd(twin))) == rates
-    assert len(set(rates)) > 1
-    assert_same_weights(twin, plain)
-
-
-def test_a_schedule_that_was_there_before() -> None:
-    """Built on the optimiser that is given, it goes on to steer the one that is returned."""
-    plain, twin = network(), network()
-    reference, given = sgd(plain), sgd(twin)
-    schedules = [SCHEDULES["cosine"](reference), SCHEDULES["cosine"](given)]
-    model, stepped = coalesce.BackProp(twin, given)
-    for seed in range(10):
-        for one, step, scheduler in ((plain, reference, schedules[0]), (model, stepped, schedules[1])):
-            train(one, step, 1, seed=seed)
-            scheduler.step()
-    assert stepped.param_groups[0]["lr"] == reference.param_groups[0]["lr"] < 0.1
-    assert_same_weights(model, plain)
-
-
-def test_a_rate_set_by_hand_holds_from_the_next_step() -> None:
-    plain, twin = network(), network()
-    reference = sgd(plain)
-    model, stepped = coalesce.BackProp(twin, sgd(twin))
-    for one, step in ((plain, reference), (model, stepped)):
-        train(one, step, 2)
-        step.param_groups[0]["lr"] = 0.01
-        step.param_groups[0]["momentum"] = 0.5
-        train(one, step, 2)
-    assert_same_weights(model, plain)
-
-
 def test_freezing_and_thawing_in_the_middle() -> None:
     """Frozen from the start, thawed, frozen again: as in a plain loop, moments and decay too."""
     plain, twin = frozen(), frozen()
@@ -244,7 +201,9 @@ def test_a_group_that_is_added_later() -> None:
         one.more = nn.Parameter(torch.ones(CLASSES))
         one.register_forward_hook(lambda module, _, output: output * module.more)
         step.add_param_group({"params": [*one[5].parameters(), one.more], "lr": 0.1})
+        alive = watch(one)
         train(one, step, 5)
+    assert max(alive) == 0, "a gradient of the new group outlives its birth"
     assert plain.get_parameter("more")[0] != 1
     assert_same_weights(twin, plain)
     assert_same_state(pairs[1][1], pairs[0][1])
@@ -344,3 +303,57 @@ def test_a_model_that_returns_its_loss() -> None:
             step.step()
             step.zero_grad()
     assert_same_weights(model, plain)
+
+
+def test_lazy_modules_find_their_sizes_under_it() -> None:
+    """The parameters are there before they have a shape."""
+    plain, twin = lazy(), lazy()
+    reference = sgd(plain)
+    model, stepped = coalesce.BackProp(twin, sgd(twin))
+    for one, step in ((plain, reference), (model, stepped)):
+        train(one, step, 5)
+    assert_same_weights(model, plain)
+
+
+class Detached(nn.Module):
+    """Reads its last matrix a second time, where it brings it no gradient, and needs it on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fixed = self.last.weight.detach()
+        return self.last(torch.tanh(F.linear(self.first(x), fixed) @ fixed))
+
+
+def test_a_parameter_that_is_read_past_its_update() -> None:
+    twin = Detached()
+    model, stepped = coalesce.BackProp(twin, sgd(twin))
+    F.cross_entropy(model(X[0]), Y[0]).backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        stepped.step()
+    assert "clip_norm=math.inf" in caught.value.__notes__[0]
+    # the way out
+    assert_trains_alike(sgd, seeded(Detached), options={"clip_norm": math.inf})
+
+
+class Stop(torch.autograd.Function):
+    """Passes no gradient on, as a function with a branch that does not depend on its input may do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        return None
+
+
+def test_no_gradient_is_not_a_gradient_of_zeros() -> None:
+    """Nothing may decay."""
+    model, stepped = coalesce.BackProp(given := network(), adamw(given))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    Stop.apply(model(X[0])).sum().backward()
+    stepped.step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

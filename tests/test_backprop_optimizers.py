@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from backprop_helpers import (
     network,
     train,
     two_groups,
+    watch,
 )
 
 OPTIM = torch.optim
@@ -140,23 +140,6 @@ def test_state_goes_to_the_plain_optimizer_and_back(name: str) -> None:
     train(model, stepped, 5, seed=2)
     assert_same_weights(model, straight)
     assert_same_state(stepped, reference)
-
-
-def watch(model: nn.Module) -> list[int]:
-    """How many earlier gradients there still are, noted whenever one is born: as attributes, and as memory."""
-    born: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    def note(gradient: Tensor) -> None:
-        alive.append(sum(parameter.grad is not None for parameter in model.parameters()))
-        alive.append(sum(one() is not None for one in born))
-        # the memory's, not the tensor's, which may be handed on as another one over the same memory
-        born.append(weakref.ref((gradient._values() if gradient.is_sparse else gradient).untyped_storage()))
-
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(note)
-    return alive
 
 
 @pytest.mark.parametrize("name", ROWS)

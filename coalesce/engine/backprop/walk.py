@@ -9,12 +9,20 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from coalesce.engine.backprop.graph import Pass, halted, leaves
 from coalesce.engine.backprop.unborn import PAST_THE_OUTPUT, mark, unmark
 from coalesce.engine.backprop.update import UpdateOfOne
+
+CHANGED_TOO_EARLY = (
+    "This came in optimizer.step() of coalesce.BackProp, and some parameters are updated, others not. Either weights, "
+    "buffers or inputs were changed between backward() and step(), or the model reads a parameter in a second way that "
+    "brings it no gradient (parameter.detach()), and needed its old value after its update. For the latter "
+    "BackProp(..., clip_norm=math.inf) computes every gradient before the first update."
+)
 
 
 class Walk:
@@ -71,7 +79,7 @@ class Walk:
         self.groups = {parameter: group for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def _hook(self) -> None:
-        """Have every parameter say when its gradient is complete. One that is frozen cannot, and may be thawed."""
+        """Have every parameter say when its gradient is complete. One that is frozen or lazy cannot yet."""
         this = weakref.ref(self)
 
         def born(parameter: Tensor) -> None:
@@ -79,7 +87,7 @@ class Walk:
                 walk.born(parameter)
 
         for parameter in self.groups:
-            if parameter.requires_grad and parameter not in self._hooked:
+            if parameter not in self._hooked and parameter.requires_grad and not is_lazy(parameter):
                 self._hooked.add(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(born))
 
@@ -88,7 +96,6 @@ class Walk:
     @torch.compiler.disable
     def begin(self) -> None:
         """A forward pass begins that may be trained on."""
-        self._hook()
         self._unmark()
         # one micro-batch's activations go before the next one's come
         if self.added + len(self.pending) < self.accumulate:
@@ -97,6 +104,7 @@ class Walk:
     @torch.compiler.disable
     def end(self) -> None:
         """A forward pass has ended."""
+        self._hook()
         for made in self.pending:
             self._mark(made.leaves)
 
@@ -230,10 +238,20 @@ class Walk:
         try:
             for made in passes:
                 output, gradient = made.output, made.gradient
-                wanted = [leaf for leaf in made.leaves if leaf in self.groups and leaf.requires_grad]
+                wanted = [leaf for leaf in made.leaves if leaf in self.groups]
                 made.release()
+                frozen = [self.inside.get(leaf, "a parameter") for leaf in wanted if not leaf.requires_grad]
+                if frozen:
+                    raise RuntimeError(
+                        f"{', '.join(frozen)}: frozen between backward() and step(), where coalesce.BackProp has yet "
+                        "to compute gradients; freeze before the model is called, or after the step"
+                    )
                 if output is not None and gradient is not None and wanted:
                     torch.autograd.backward(output, gradient, inputs=wanted)
+        except RuntimeError as error:
+            if stage == "updating" and "modified by an inplace operation" in str(error):
+                error.add_note(CHANGED_TOO_EARLY)
+            raise
         finally:
             self.stage = "idle"
 
