@@ -12,16 +12,29 @@ from coalesce.task import Data, Task
 
 if TYPE_CHECKING:
     from coalesce.engine.backprop import BackProp
+    from coalesce.engine.checkpointing import checkpoint_pieces
     from coalesce.library import sweep
     from coalesce.store.read import load, load_history
 
 __version__ = "0.1.0"
-__all__ = ["BackProp", "ConfigError", "Data", "Experiment", "Task", "TaskError", "load", "load_history", "sweep"]
+__all__ = [
+    "BackProp",
+    "ConfigError",
+    "Data",
+    "Experiment",
+    "Task",
+    "TaskError",
+    "checkpoint_pieces",
+    "load",
+    "load_history",
+    "sweep",
+]
 
 # What needs Hydra, pandas or pyarrow is found when it is asked for: `import coalesce` must do where only torch is
 # installed (PEP 562).
 _LAZY = {
     "BackProp": "coalesce.engine.backprop",
+    "checkpoint_pieces": "coalesce.engine.checkpointing",
     "load": "coalesce.store.read",
     "load_history": "coalesce.store.read",
     "sweep": "coalesce.library",

@@ -326,12 +326,17 @@ def test_trainer_settings_arrive_in_their_type() -> None:
     assert check_trainer({"threads": 1, "width": "auto"}).threads == 1
     assert check_trainer({"pieces": "auto"}) == Trainer()
     assert check_trainer({"pieces": ["blocks.*"]}).pieces == ("blocks.*",)
+    for given, right in ((None, None), ("auto", "auto"), (4, 4), (["a"], ("a",))):
+        assert check_trainer({"checkpoint": given}).checkpoint == right
 
 
 @pytest.mark.parametrize(
     ("settings", "says", "helps"),
     [
         ({"pieces": "blocks"}, "trainer.pieces='blocks': must be auto or patterns", '["blocks.*"]'),
+        ({"checkpoint": "blocks"}, "trainer.checkpoint='blocks': must be null, auto, a number", "such as 8"),
+        ({"checkpoint": 0}, "trainer.checkpoint=0: must be at least 1 piece", "at least 1 piece"),
+        ({"checkpoint": True}, "trainer.checkpoint=True: must be null, auto, a number", "such as 8"),
         ({"pieces": ["a", 1]}, "trainer.pieces=['a', 1]: must be auto or patterns", '["blocks.*"]'),
         ({"width": 0}, "trainer.width=0: must be at least 1", '"auto"'),
         ({"width": "wide"}, "trainer.width='wide': must be an integer", '"auto"'),

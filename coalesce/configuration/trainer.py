@@ -36,7 +36,7 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
         if name not in fields:
             problems.append(Problem(key, value, "unknown key", ", ".join(fields), nearest(str(name), fields)))
             continue
-        if name == "pieces":
+        if name in ("pieces", "checkpoint"):
             checked[name], found = _check_pieces(key, value)
             problems += found
             continue
@@ -73,8 +73,15 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
 
 
 def _check_pieces(key: str, value: Any) -> tuple[Any, list[Problem]]:
-    if value == "auto":
+    """Where a model is cut, or, as ``trainer.checkpoint``, what of it is computed again."""
+    checkpoint = key == "trainer.checkpoint"
+    if value == "auto" or (checkpoint and value is None):
         return value, []
+    if checkpoint and isinstance(value, int) and not isinstance(value, bool):
+        return value, [] if value >= 1 else [Problem(key, value, "must be at least 1 piece")]
     if isinstance(value, list | tuple) and all(isinstance(v, str) and v.strip() for v in value):
         return tuple(value), []
+    if checkpoint:
+        valid = 'null, auto, a number such as 8, or a list such as ["blocks.*"]'
+        return value, [Problem(key, value, "must be null, auto, a number of pieces, or patterns", valid)]
     return value, [Problem(key, value, "must be auto or patterns", 'auto, or a list such as ["blocks.*"]')]

@@ -64,6 +64,7 @@ class Lanes:
         evaluate_batch_size: samples per call of the evaluation graph.
         pieces: names of the modules at which the graphs are cut into segments; None: see `pieces.choose`.
         lowerings: how convolutions are lowered, see `measure.choose_lowerings`; by itself as vmap does it.
+        checkpoint: names of the modules that the backward pass computes again, see `pieces.recomputed`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Lanes:
         evaluate_batch_size: int = 1024,
         pieces: Sequence[str] | None = None,
         lowerings: Mapping[str, str] | None = None,
+        checkpoint: Sequence[str] = (),
     ):
         if torch.device(device).type == "cpu" and not kernels.lanes_agree():
             warnings.warn(
@@ -89,6 +91,7 @@ class Lanes:
         self.evaluate_batch_size = evaluate_batch_size
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.lowerings = lowerings or {}
+        self.checkpoint = tuple(checkpoint)
         self.data = template.data.to(self.device)
         folds = template.folds
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
@@ -124,7 +127,8 @@ class Lanes:
         for size in self.template.batch_sizes:
             if size not in self._steps:
                 with _short_batch(size, self.template.batches.size):
-                    module, constants = build_step(self.template, self.state, data, self.pieces, size, self.lowerings)
+                    how = self.pieces, size, self.lowerings, self.checkpoint
+                    module, constants = build_step(self.template, self.state, data, *how)
                 inputs = [*self.state.values(), *data, *constants]
                 self._steps[size] = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
 

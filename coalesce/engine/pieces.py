@@ -7,16 +7,18 @@ fuses nothing across it, so that small models stay whole.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from coalesce.engine.trace import cut_here
+from coalesce.engine.trace import cut_here, label, latest
 
 #: Stacked parameters (bytes of all lanes) from which memory is worth a cut.
 LARGE_BYTES = 32 * 2**20
@@ -49,25 +51,73 @@ def piece_of(name: str, pieces: Sequence[str]) -> str:
     return max((p for p in pieces if name.startswith(f"{p}.")), key=len, default="")
 
 
+def recomputed(model: nn.Module, setting: str | int | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the pieces that the backward pass computes again.
+
+    Args:
+        setting: "auto": blocks that repeat, or, if there are none, the largest modules that hold at most `SHARE` of the
+            parameters; a number n: the largest modules that hold at most 1/n of them, the whole model for 1; or
+            patterns of names; None: no piece.
+    """
+    if setting is None:
+        return ()
+    if isinstance(setting, int):
+        return tuple(_descend("", model, _bytes(model) / setting)) if setting > 1 else ("",)
+    if setting == "auto":
+        return tuple(_descend("", model, _bytes(model))) or tuple(_descend("", model, _bytes(model) * SHARE))
+    return matching(model, setting)
+
+
 @contextmanager
-def cut_at(model: nn.Module, pieces: Sequence[str]) -> Iterator[None]:
+def cut_at(model: nn.Module, pieces: Sequence[str], again: Sequence[str] = ()) -> Iterator[None]:
     """Cut what is traced meanwhile where a piece begins and ends, on the way forward and on the way back.
 
     No operation marks the place: hooks note how far the trace has come. So a cut cannot change what is computed, and
     any place is a sound one.
+
+    Args:
+        pieces: names of modules.
+        again: names of those that the backward pass is to compute again, which are pieces as well.
     """
     modules = dict(model.named_modules())
     with ExitStack() as stack:
-        for name in pieces:
-            before = modules[name].register_forward_pre_hook(
-                lambda _, args, kwargs: _cut([args, kwargs]), with_kwargs=True
-            )
+        for name in dict.fromkeys([*again, *pieces]):
+            region = Region() if name in again else None
+            before = modules[name].register_forward_pre_hook(partial(_enter, region), with_kwargs=True)
             stack.callback(before.remove)
-            stack.callback(modules[name].register_forward_hook(lambda _, args, output: _cut(output)).remove)
+            stack.callback(modules[name].register_forward_hook(partial(_leave, region)).remove)
         yield
 
 
-def _cut(values: Any) -> None:
+class Region:
+    """A part of the forward pass that the backward pass computes again. Of nested ones the outermost counts."""
+
+    _numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self._begun: list[Any] = []
+
+    def begin(self, values: Any) -> None:
+        """Args: values: what enters it, any structure of tensors."""
+        cut(values)
+        self._begun.append(latest())
+
+    def end(self, values: Any) -> None:
+        """Args: values: what leaves it."""
+        label(self._begun.pop(), region=next(self._numbers))
+        cut(values)
+
+
+def _enter(region: Region | None, module: nn.Module, args: Any, kwargs: Any) -> None:
+    (cut if region is None else region.begin)([args, kwargs])
+
+
+def _leave(region: Region | None, module: nn.Module, args: Any, output: Any) -> None:
+    (cut if region is None else region.end)(output)
+
+
+def cut(values: Any) -> None:
+    """Cut the trace here, and on the way back where these values' gradients are whole."""
     cut_here()
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and value.requires_grad:

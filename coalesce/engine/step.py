@@ -15,8 +15,9 @@ from coalesce.engine.compiling import lift_constants
 from coalesce.engine.instance import Instance
 from coalesce.engine.lane import hyperparameters, lane_loss, scheduled
 from coalesce.engine.pieces import cut_at, piece_of
+from coalesce.engine.recompute import recompute
 from coalesce.engine.template import Template
-from coalesce.engine.trace import cut_here, example, inline, is_view, trace
+from coalesce.engine.trace import cut_here, example, inline, is_view, label, latest, trace
 from coalesce.optim.groups import group_of
 from coalesce.optim.options import apply, clip_value
 
@@ -37,6 +38,7 @@ def build_step(
     pieces: Sequence[str] = (),
     size: int | None = None,
     lowerings: Mapping[str, str] | None = None,
+    again: Sequence[str] = (),
 ) -> tuple[fx.GraphModule, list[Tensor]]:
     """Trace one step.
 
@@ -49,6 +51,7 @@ def build_step(
         size: samples of the batch, a full one by default. Where several sizes occur, the lanes move whose next batch
             has this one.
         lowerings: how convolutions are lowered, see `engine.measure`.
+        again: names of the modules that the backward pass computes again, see `recompute`.
 
     Returns:
         A graph that takes state, data and constants, and writes the new state into the state's own tensors; and the
@@ -56,10 +59,11 @@ def build_step(
     """
     names, instance = list(state), template.fresh(lowerings)
     size = template.batches.size if size is None else size
-    with cut_at(instance.model, pieces):
+    with cut_at(instance.model, pieces, again):
         module = trace(lambda *i: _gradients(template, instance, pieces, names, i, size), [*state.values(), *data])
     constants = lift_constants(module)
     graph = module.graph
+    recompute(graph)
     output = next(n for n in graph.nodes if n.op == "output")
     holders = dict(zip(names, [n for n in graph.nodes if n.op == "placeholder"], strict=False))
     results = dict(zip(_outputs(template, state), output.args[0], strict=True))
@@ -130,11 +134,14 @@ def _gradients(
     def loss(
         trained: Any, fixed: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any, good: Tensor
     ) -> Any:
+        begun = latest()
         value, (metrics, after) = lane_loss(template, instance, {**trained, **fixed}, buffers, riding, key, step, batch)
         # Here, so that they stand in front of the backward pass, whose updates need the first. Copies, since a metric
         # may be a parameter itself, which will have been updated by the time it is kept.
         good = good & torch.isfinite(value.detach())
-        return value, (good, {n: m.to(state[f"train/{n}"].dtype, copy=True) for n, m in metrics.items()}, after)
+        kept = {n: m.to(state[f"train/{n}"].dtype, copy=True) for n, m in metrics.items()}
+        label(begun, forward=True)
+        return value, (good, kept, after)
 
     both = vmap(grad_and_value(loss, has_aux=True))
     count, after = template.accumulate, buffers

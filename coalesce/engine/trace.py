@@ -18,6 +18,10 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+#: What `label` may note: that a node belongs to a forward pass, and the number of the region that is to be computed
+#: again (see `recompute`).
+LABELS = ("forward", "region")
+
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """Trace a function of tensors.
@@ -78,13 +82,32 @@ def number(graph: fx.Graph) -> None:
         node.meta["segment"] = latest + 1
 
 
+def latest() -> fx.Node | None:
+    """The last operation of the trace that is being made; None outside of a trace."""
+    mode = get_proxy_mode()
+    return None if mode is None else next(iter(reversed(mode.tracer.graph.nodes)), None)
+
+
+def label(since: fx.Node | None, **labels: Any) -> None:
+    """Note something in the ``meta`` of what was traced behind a node. Outside of a trace nothing happens."""
+    mode = get_proxy_mode()
+    if mode is not None:
+        for node in reversed(mode.tracer.graph.nodes):
+            if node is since or node.op == "placeholder":
+                break
+            node.meta |= labels
+
+
 class _Cutting(fx.Interpreter):
-    """Runs a trace, and cuts the one that is made of it in the same places."""
+    """Runs a trace, cuts the one that is made of it in the same places, and gives it the same labels."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "placeholder" and n.prev.meta.get("segment", n.meta["segment"]) != n.meta["segment"]:
             cut_here()
-        return super().run_node(n)
+        before = latest()
+        result = super().run_node(n)
+        label(before, **{name: n.meta[name] for name in LABELS if name in n.meta})
+        return result
 
 
 def _writes(module: fx.GraphModule) -> list[fx.Node]:

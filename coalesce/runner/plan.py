@@ -21,6 +21,8 @@ class Trainer:
         evaluate_batch_size: samples per lane in one call of the evaluation graph.
         pieces: patterns of the names of modules at which the step's graph is cut into segments; "auto": blocks that
             repeat, and the layers of a large model; none: one graph.
+        checkpoint: modules whose activations the backward pass computes again rather than keep: "auto" (blocks that
+            repeat), a number of pieces, or patterns of names; none by default.
         convolution: how convolutions of all lanes are lowered: "auto" takes the fastest for each shape by measuring,
             "grouped" is what vmap does; see `engine.rules.lowerings` for the others.
         compile: compile the graphs (true), or run the same graphs operation by operation (false).
@@ -39,6 +41,7 @@ class Trainer:
     evaluate_every: int = 500
     evaluate_batch_size: int = 1024
     pieces: str | tuple[str, ...] = "auto"
+    checkpoint: str | int | tuple[str, ...] | None = None
     convolution: str = "auto"
     compile: bool = True
     check: bool = True
@@ -59,6 +62,7 @@ class PlannedCohort:
         cohort: the experiments.
         width: lanes of its graph.
         pieces: the modules at which the graph is cut; where it is cut may show in the last bit.
+        checkpoint: the modules that the backward pass computes again.
         lowerings: name of each convolution → how it is lowered, which shows in the last bits.
         parameters: parameters of one lane (elements).
         bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
@@ -73,6 +77,7 @@ class PlannedCohort:
     bytes_per_lane: int
     bytes_shared: int
     pieces: tuple[str, ...] = ()
+    checkpoint: tuple[str, ...] = ()
     lowerings: Mapping[str, str] = field(default_factory=dict)
     template: Any = field(default=None, repr=False, compare=False)
 

@@ -12,7 +12,7 @@ import torch
 from coalesce import kernels
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.measure import choose_lowerings
-from coalesce.engine.pieces import choose, matching
+from coalesce.engine.pieces import choose, matching, recomputed
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import Cohort, Experiment, group
@@ -101,8 +101,9 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     width = _width(template.cohort, trainer)
     shared = template.data.bytes + (template.folds.bytes if template.folds else 0)
     pieces = _pieces(template, trainer, width)
+    again = recomputed(template.model, trainer.checkpoint) if trainer.stack else ()
     lowerings = _lowerings(template, trainer, width)
-    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, lowerings, template)
+    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, again, lowerings, template)
 
 
 def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
@@ -157,12 +158,16 @@ def _check_batch_size(template: Template) -> list[Problem]:
 
 
 def _check_pieces(template: Template, trainer: Trainer) -> list[Problem]:
-    if isinstance(trainer.pieces, str):
-        return []
     names = [name for name, _ in template.model.named_modules() if name]
     rule = f"matches no module of {template.task_class.__name__}'s model"
-    missing = [p for p in trainer.pieces if not matching(template.model, [p])]
-    return [Problem("trainer.pieces", p, rule, ", ".join(names), nearest(p, names)) for p in missing]
+    given = {"trainer.pieces": trainer.pieces, "trainer.checkpoint": trainer.checkpoint}
+    return [
+        Problem(key, pattern, rule, ", ".join(names), nearest(pattern, names))
+        for key, patterns in given.items()
+        if isinstance(patterns, tuple)
+        for pattern in patterns
+        if not matching(template.model, [pattern])
+    ]
 
 
 def _check_metrics(template: Template, trainer: Trainer) -> list[Problem]:

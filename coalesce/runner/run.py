@@ -104,8 +104,9 @@ class _CohortRun:
         self.template: Template = planned.template or Template(planned.cohort, audit=trainer.stack)
         self.lanes: Lanes | Plain
         if trainer.stack:
-            how = trainer.device, trainer.compile, trainer.evaluate_batch_size, planned.pieces, planned.lowerings
-            self.lanes = Lanes(self.template, planned.width, *how)
+            how = trainer.device, trainer.compile, trainer.evaluate_batch_size
+            chosen = planned.pieces, planned.lowerings, planned.checkpoint
+            self.lanes = Lanes(self.template, planned.width, *how, *chosen)
         else:
             self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
         self.splits = self.template.evaluated

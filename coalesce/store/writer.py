@@ -175,8 +175,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as it stands in the run folder.
 
     Returns:
-        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, convolutions, sizes, riding keys, ids) and
-        ``experiments`` (id, cohort, values, configuration), in the sweep's order.
+        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions, sizes, riding
+        keys, ids) and ``experiments`` (id, cohort, values, configuration), in the sweep's order.
     """
     cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
     return {
@@ -188,6 +188,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "index": c.cohort.index,
                 "width": c.width,
                 "pieces": list(c.pieces),
+                "checkpoint": list(c.checkpoint),
                 "convolutions": dict(c.lowerings),
                 "parameters": c.parameters,
                 "bytes_per_lane": c.bytes_per_lane,

@@ -1,8 +1,7 @@
-"""`torch.utils.checkpoint` inside a user's module: in a lane it is a plain call.
+"""`torch.utils.checkpoint` inside a user's module: in a lane it is a region that the backward pass computes again.
 
 Functional gradients refuse both of its forms: they know neither its hooks on saved tensors nor its old-style Function.
-Nothing is lost in numbers: draws are keyed, so a second pass would draw the same masks. What is lost is that memory is
-saved; which values are kept until the backward pass is the engine's decision.
+So in a lane it is a plain call, and the trace notes what was called: see `recompute`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
+from coalesce.engine.pieces import Region
 from coalesce.engine.rules.mode import AROUND
 
 # the options of torch.utils.checkpoint.checkpoint; everything else is the function's own
@@ -20,7 +20,15 @@ _OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_
 
 
 def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **{k: v for k, v in kwargs.items() if k not in _OPTIONS})
+    own = {k: v for k, v in kwargs.items() if k not in _OPTIONS}
+    if not torch.is_grad_enabled():
+        # an evaluation has no backward pass
+        return function(*args, **own)
+    region = Region()
+    region.begin([args, own])
+    returned = function(*args, **own)
+    region.end(returned)
+    return returned
 
 
 # torch's wrapper looks here for the form of the function that its compiler leaves alone: this one needs no other

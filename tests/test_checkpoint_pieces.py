@@ -1,0 +1,252 @@
+"""`checkpoint_pieces` for one model in a plain loop.
+
+Oracle: the same model without it, bit for bit in float64: the second forward pass is the first one's operations.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+
+import coalesce
+from coalesce.engine.checkpointing import Checkpointed
+from coalesce.errors import ConfigError
+
+STEPS = 4
+
+
+class Double(torch.autograd.Function):
+    """A custom Function, whose gradient is not its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 3 * gradient * ctx.saved_tensors[0].cos()
+
+
+@torch.library.custom_op("coalesce_tests::opaque", mutates_args=())
+def _opaque(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy().copy() * 2)
+
+
+@_opaque.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Opaque(torch.autograd.Function):
+    """A Function around an operator that nobody can look into, as one that launches a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.ops.coalesce_tests.opaque(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.ops.coalesce_tests.opaque(gradient) * ctx.saved_tensors[0].sign()
+
+
+class Block(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor], norm: bool = False, spectral: bool = False):
+        super().__init__()
+        self.function = function
+        self.first, self.second = nn.Linear(6, 12), nn.Linear(12, 6)
+        if spectral:
+            parametrizations.spectral_norm(self.first)
+        self.norm: nn.Module = nn.BatchNorm1d(12) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return x + scale * self.second(self.drop(self.function(self.norm(self.first(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self, **options: Any):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**options) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.head(x)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"function": F.gelu},
+    "BatchNorm": {"function": F.gelu, "norm": True},
+    "spectral norm": {"function": F.gelu, "spectral": True},
+    "custom Function": {"function": Double.apply},
+    "opaque Function": {"function": Opaque.apply},
+}
+
+
+def _train(model: nn.Module) -> dict[str, Tensor]:
+    """Weights, buffers and losses after some steps."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(STEPS):
+        x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(3, (10,))
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return {**model.state_dict(), "losses": torch.stack(losses)}
+
+
+def _made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(**KINDS[kind]).double()
+
+
+@pytest.mark.parametrize("pieces", ["auto", 1, 3, ["blocks.1", "blocks.2.first"]])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_that_of_the_model_without_it(kind: str, pieces: Any) -> None:
+    right, model = _train(_made(kind)), coalesce.checkpoint_pieces(_made(kind), pieces)
+    assert any(isinstance(m.forward, Checkpointed) for m in model.modules())
+    found = _train(model)
+    assert found.keys() == right.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def _saved(model: nn.Module) -> int:
+    """Elements that autograd keeps for the backward pass of one batch, parameters excepted."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in own:
+            kept[pointer] = tensor.untyped_storage().nbytes() // tensor.itemsize
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        model(torch.randn(64, 6, dtype=torch.float64))
+    return sum(kept.values())
+
+
+def test_what_is_kept_are_the_inputs_of_pieces() -> None:
+    plain, auto = _saved(_made("plain")), _saved(coalesce.checkpoint_pieces(_made("plain")))
+    # per block: input 6, before and behind the GELU 12 each, dropout's result and its mask 12 each
+    assert auto < 0.25 * plain
+
+
+def test_the_pieces() -> None:
+    def pieces(model: nn.Module, given: Any) -> list[str]:
+        coalesce.checkpoint_pieces(model, given)
+        return [name for name, module in model.named_modules() if isinstance(module.forward, Checkpointed)]
+
+    assert pieces(_made("plain"), "auto") == [f"blocks.{i}" for i in range(4)]
+    assert pieces(_made("plain"), 1) == [""]
+    assert pieces(_made("plain"), ["blocks.*", "blocks.1.first"]) == [f"blocks.{i}" for i in range(4)]
+    assert pieces(_made("plain"), "head") == ["head"]
+    # no two alike: cut by size
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 3))
+    assert pieces(model, "auto") == ["0", "2", "4"]
+    # twice is once
+    assert pieces(coalesce.checkpoint_pieces(model), "auto") == ["0", "2", "4"]
+    first: Any = model[0].forward
+    assert first.module is model[0]
+
+
+def test_copies_and_files() -> None:
+    model = coalesce.checkpoint_pieces(_made("plain"))
+    assert list(model.state_dict()) == list(_made("plain").state_dict())
+    twin = copy.deepcopy(model)
+    blocks: Any = twin.get_submodule("blocks")
+    assert all(block.forward.module is block for block in blocks)
+    for mine, theirs in zip(_train(twin).values(), _train(_made("plain")).values(), strict=True):
+        assert torch.equal(mine, theirs)
+    # the copied one trained alone
+    assert torch.equal(next(model.parameters()), next(_made("plain").parameters()))
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    _made("plain").load_state_dict(torch.load(file, weights_only=True))
+
+
+def test_evaluation_keeps_nothing_and_changes_nothing() -> None:
+    model = coalesce.checkpoint_pieces(_made("BatchNorm")).eval()
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    x = torch.randn(5, 6, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(model(x), _made("BatchNorm").eval()(x))
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+
+
+def test_case_18_beside_a_checkpoint_of_ones_own() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 16), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.utils.checkpoint.checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=False)
+            return self.second(h)
+
+    x, found = torch.randn(7, 4), []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = coalesce.checkpoint_pieces(Own(), ["first", "second"]) if again else Own()
+        model(x).square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_case_19_masks_are_the_forward_passes() -> None:
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.linspace(-1, 1, 256))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.dropout(torch.sigmoid(self.w * x), 0.5)
+            return torch.sin(3 * h) + h
+
+    torch.manual_seed(0)
+    model = coalesce.checkpoint_pieces(nn.Sequential(Unit()), 1)
+    result = model(torch.ones(256))
+    result.sum().backward()
+    (w,) = model.parameters()
+    assert w.grad is not None
+    assert torch.equal(w.grad == 0, result == 0)
+    assert 90 < int((result == 0).sum()) < 166
+
+
+def test_under_backprop() -> None:
+    right = _train(_made("BatchNorm"))
+    model = coalesce.checkpoint_pieces(_made("BatchNorm"))
+    torch.manual_seed(1)
+    wrapped, optimizer = coalesce.BackProp(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    for _ in range(STEPS):
+        x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(3, (10,))
+        F.cross_entropy(wrapped(x), y).backward()
+        optimizer.step()
+    for name, tensor in wrapped.state_dict().items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [("block", "pieces='block': matches no module"), (0, "pieces=0: must be at least 1"), (["blocks.9"], "blocks.9")],
+)
+def test_what_matches_nothing_is_an_error(pieces: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        coalesce.checkpoint_pieces(_made("plain"), pieces)
+    assert message in str(caught.value)
