@@ -13,6 +13,7 @@ from coalesce.task import Data, Task
 if TYPE_CHECKING:
     from coalesce.engine.backprop import BackProp
     from coalesce.engine.checkpointing import checkpoint_pieces
+    from coalesce.engine.single import compile_step
     from coalesce.library import sweep
     from coalesce.store.read import load, load_history
 
@@ -25,6 +26,7 @@ __all__ = [
     "Task",
     "TaskError",
     "checkpoint_pieces",
+    "compile_step",
     "load",
     "load_history",
     "sweep",
@@ -35,6 +37,7 @@ __all__ = [
 _LAZY = {
     "BackProp": "coalesce.engine.backprop",
     "checkpoint_pieces": "coalesce.engine.checkpointing",
+    "compile_step": "coalesce.engine.single",
     "load": "coalesce.store.read",
     "load_history": "coalesce.store.read",
     "sweep": "coalesce.library",

@@ -191,7 +191,7 @@ class Audit:
         instance.model.train()
         mixed = autocast(experiment)
         with mixed, own_code(f"{instance.name}.loss()"), Rules(*stream, origins=origins, watch=True):
-            loss, extras = split_loss(instance.task.loss(instance.model, batch), instance.name)
+            loss, extras = split_loss(instance.task.loss(instance.model, batch), f"{instance.name}.loss()")
         outcome.values = {"the loss": loss.detach(), **{n: v.detach() for n, v in extras.items()}}
         if leaves is not None:
             outcome.gradients = _gradients(loss, leaves)

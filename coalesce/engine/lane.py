@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +44,7 @@ def lane_loss(
         The loss, and (all training metrics by name, the buffers after the forward pass).
     """
     returned, tensors = _run(template, instance, "loss", weights, buffers, riding, key, step, batch)
-    loss, extras = split_loss(returned, instance.name)
+    loss, extras = split_loss(returned, f"{instance.name}.loss()")
     return loss, ({"loss": loss.detach(), **extras}, {n: tensors[n] for n in buffers})
 
 
@@ -123,9 +123,29 @@ def _run(
     origins = {spell(path): origin for path, origin in template.origins.items()}
     rules = Rules(key, step, named, origins=origins, lowerings=instance.lowerings)
     mixed = autocast(template.experiment, key.device)
-    code = own_code(f"{instance.name}.{method}()")
-    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, code:
+    with traced_lane(instance, tensors, riding, rules, mixed, f"{instance.name}.{method}()"):
         return getattr(instance.task, method)(instance.model, batch), tensors
+
+
+@contextmanager
+def traced_lane(
+    instance: Instance,
+    tensors: MutableMapping[str, Tensor],
+    riding: Mapping[Path, Tensor],
+    rules: Rules,
+    mixed: AbstractContextManager[Any],
+    what: str,
+) -> Iterator[None]:
+    """Trace a lane's own code in the block.
+
+    Args:
+        tensors, riding: as `Instance.holding` takes them.
+        rules: of the lane.
+        mixed: its autocast.
+        what: the code, for messages.
+    """
+    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, own_code(what):
+        yield
 
 
 @contextmanager

@@ -191,7 +191,7 @@ class Plain:
             batch = self.data.batch("train", piece)
             stream = Rules(self.key, self._count(self.step * count + number), {})
             with autocast(self.experiment, self.device), stream:
-                loss, extras = split_loss(self.task.loss(self.model, batch), type(self.task).__name__)
+                loss, extras = split_loss(self.task.loss(self.model, batch), f"{type(self.task).__name__}.loss()")
             self.finite = bool(torch.isfinite(loss))
             if not self.finite:
                 return self._break(before)

@@ -95,7 +95,7 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
             rules = Rules(key, zero, {}, notes, watch=True)
             for context in (*contexts, autocast(experiment), own_code(f"{name}.loss()"), rules):
                 stack.enter_context(context)
-            return split_loss(task.loss(model, batch), name)
+            return split_loss(task.loss(model, batch), f"{name}.loss()")
 
     model.train()
     notes = Notes()
@@ -174,17 +174,19 @@ def _rehearse_summary(
     return tuple(whole), tuple(numbers)
 
 
-def split_loss(returned: Any, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the scalars beside it, checked."""
+def split_loss(returned: Any, what: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the scalars beside it, checked.
+
+    Args:
+        what: the function that returned them, for messages.
+    """
     loss, extras = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         seen = f"a {tuple(loss.shape)} tensor of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
-        raise TaskError(
-            f"{name}.loss() must return a scalar floating-point tensor, or (scalar, dict of scalars), not {seen}"
-        )
+        raise TaskError(f"{what} must return a scalar floating-point tensor, or (scalar, dict of scalars), not {seen}")
     if "loss" in extras:
-        raise TaskError(f"{name}.loss() returns a scalar named 'loss' beside the loss: give it another name")
-    return loss, check_scalars(extras, f"the dict of {name}.loss()")
+        raise TaskError(f"{what} returns a scalar named 'loss' beside the loss: give it another name")
+    return loss, check_scalars(extras, f"the dict of {what}")
 
 
 def check_scalars(found: Any, what: str) -> dict[str, Tensor]:

@@ -83,7 +83,7 @@ def build_step(
     arguments += [*(results[n] for n in kept), *(holders[n] for n in kept)]
     written, last = inline(graph, finish, arguments, last)
     for name, value in zip([*clock, *kept], written, strict=True):
-        last = _write(graph, holders[name], value, last)
+        last = write(graph, holders[name], value, last)
     with graph.inserting_after(last):
         graph.output(())
     graph.lint()
@@ -170,7 +170,7 @@ def _gradients(
     if clip is not None:
         if "clip_value" in optimizer:
             gradients = {n: clip_value(g, _lanes(optimizer["clip_value"], g)) for n, g in gradients.items()}
-        gradients = _clip(gradients, clip, pieces)
+        gradients = clip_norm(gradients, clip, pieces)
 
     return [
         good,
@@ -218,7 +218,7 @@ def _by_piece(
     return done
 
 
-def _clip(gradients: Mapping[str, Tensor], clip: Tensor, pieces: Sequence[str]) -> dict[str, Tensor]:
+def clip_norm(gradients: Mapping[str, Tensor], clip: Tensor, pieces: Sequence[str]) -> dict[str, Tensor]:
     """Scale each lane's gradients so that their global norm is at most its ``clip``, as `clip_grad_norm_` does."""
     squares = [g.square().flatten(1).sum(1) if g.dim() > 1 else g.square() for g in gradients.values()]
     norm = torch.stack(squares).sum(0).sqrt()
@@ -255,13 +255,29 @@ def _place_update(
     gradient = results[f"gradient/{name}"]
     arguments = [holders[param], gradient, results["good"], results["now/step"]]
     arguments += [holders[n] for n in slots] + [results[n] for n in hyper]
+    (broken,) = insert_update(graph, traced[shape], arguments, [holders[param], *(holders[n] for n in slots)])
+    return broken
+
+
+def insert_update(
+    graph: fx.Graph, update: fx.GraphModule, arguments: Sequence[fx.Node], targets: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Insert a parameter's traced update into the graph of a step, as early as it may stand.
+
+    Args:
+        arguments: what it takes.
+        targets: the placeholders that its first results are written to, the parameter's first.
+
+    Returns:
+        The nodes of its other results.
+    """
     # Not before the last read of the parameter or of a view of it: what is read below the place where its gradient is
     # born (w.detach() in a lower layer) must still see the old value.
-    anchor = _latest(graph, [*arguments, *_readers(holders[param])])
-    (new, *moments, broken), last = inline(graph, traced[shape], arguments, anchor)
-    for target, value in zip([holders[param], *(holders[n] for n in slots)], [new, *moments], strict=True):
-        last = _write(graph, target, value, last)
-    return broken
+    anchor = _latest(graph, [*arguments, *_readers(targets[0])])
+    results, last = inline(graph, update, arguments, anchor)
+    for target, value in zip(targets, results, strict=False):
+        last = write(graph, target, value, last)
+    return results[len(targets) :]
 
 
 def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor) -> list[Tensor]:
@@ -317,11 +333,12 @@ def _any(graph: fx.Graph, flags: Sequence[fx.Node], last: fx.Node) -> tuple[fx.N
     return total, last
 
 
-def _write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:
+def write(graph: fx.Graph, target: fx.Node, value: fx.Node, last: fx.Node) -> fx.Node:
+    """Insert a copy into a placeholder behind a node, in whose segment it stands; and return it."""
     with graph.inserting_after(last):
-        write = graph.call_function(torch.ops.aten.copy_.default, (target, value))
-    write.meta = {"val": target.meta["val"], "segment": last.meta["segment"]}
-    return write
+        copy = graph.call_function(torch.ops.aten.copy_.default, (target, value))
+    copy.meta = {"val": target.meta["val"], "segment": last.meta["segment"]}
+    return copy
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
