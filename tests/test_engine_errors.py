@@ -101,6 +101,16 @@ class MathFunction(Small):
         return scores * math.sqrt(self.a)  # mark: math
 
 
+class Rounded(Small):
+    def use(self, scores: Tensor) -> Tensor:
+        return scores * (1 + round(self.a))  # mark: rounded
+
+
+class Table(Small):
+    def use(self, scores: Tensor) -> Tensor:
+        return scores * {0.2: 1.0, 0.1: 2.0}[self.a]  # mark: table
+
+
 class NumpyFunction(Small):
     def use(self, scores: Tensor) -> Tensor:
         return scores * np.sqrt(self.a)  # mark: numpy
@@ -133,6 +143,12 @@ IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
     (Counts, "counts", [r"bincount\(\) gives a result whose shape depends on the values", "one_hot"]),
     (Repeats, "repeats", [r"repeat_interleave\(\) gives a result whose shape depends", "output_size"]),
     (MathFunction, "math", [r"__float__\(\) takes only a Python number where task\.a stands"]),
+    (
+        Rounded,
+        "rounded",
+        [r"TypeError: type Tensor doesn't define __round__", r"in lanes tensors stand at task\.a, .*\n?.*static = "],
+    ),
+    (Table, "table", [r"KeyError", r"in lanes tensors stand at task\.a, .*\n?.*static = "]),
     (NumpyFunction, "numpy", [r"__array__\(\) takes only a Python number where task\.a stands"]),
 ]
 

@@ -190,7 +190,7 @@ class Audit:
         outcome = Outcome()
         instance.model.train()
         mixed = autocast(experiment)
-        with mixed, own_code(f"{instance.name}.loss()"), Rules(*stream, origins=origins, watch=True):
+        with mixed, own_code(f"{instance.name}.loss()", named), Rules(*stream, origins=origins, watch=True):
             loss, extras = split_loss(instance.task.loss(instance.model, batch), f"{instance.name}.loss()")
         outcome.values = {"the loss": loss.detach(), **{n: v.detach() for n, v in extras.items()}}
         if leaves is not None:
@@ -202,13 +202,13 @@ class Audit:
             size = min(self.data.sizes[split], experiment.batch_size)
             batch = self.data.batch(split, torch.arange(size))
             what, rules = f"{instance.name}.metrics()", Rules(*stream, origins=origins, watch=True)
-            with torch.no_grad(), autocast(experiment), own_code(what), rules:
+            with torch.no_grad(), autocast(experiment), own_code(what, named), rules:
                 found = check_scalars(instance.task.metrics(instance.model, batch), f"{instance.name}.metrics()")
             outcome.values |= {f"the metric {n}": v for n, v in found.items()}
             if defines(type(instance.task), "outputs"):
                 what = f"{instance.name}.outputs()"
                 rules = Rules(*stream, origins=origins, watch=True)
-                with torch.no_grad(), autocast(experiment), own_code(what), rules:
+                with torch.no_grad(), autocast(experiment), own_code(what, named), rules:
                     given = check_outputs(instance.task.outputs(instance.model, batch), what, size)
                 outcome.values |= {f"the output {n}".strip(): v.detach() for n, v in given.items()}
         return outcome

@@ -144,7 +144,8 @@ def traced_lane(
         mixed: its autocast.
         what: the code, for messages.
     """
-    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, own_code(what):
+    code = own_code(what, [spell(path) for path in riding])
+    with instance.holding(tensors, riding, traced=True), _unchecked_distributions(), mixed, rules, code:
         yield
 
 

@@ -49,8 +49,11 @@ class Rehearsal:
 
 
 @contextmanager
-def own_code(what: str) -> Iterator[None]:
+def own_code(what: str, riding: Collection[str] = ()) -> Iterator[None]:
     """Report an error of the user's code with his own line.
+
+    Args:
+        riding: paths of the floats that are tensors meanwhile. With floats in their places the code passed before.
 
     Raises:
         TaskError: instead of whatever was raised; errors that are ours already pass.
@@ -60,7 +63,13 @@ def own_code(what: str) -> Iterator[None]:
     except (TaskError, ConfigError, BdbQuit):
         raise
     except Exception as error:
-        raise TaskError(f"{what} raised {type(error).__name__}: {error}\n{user_line(error)}") from error
+        hint = (
+            f"\nWith Python numbers it passed; in lanes tensors stand at {', '.join(riding)}, since they ride. What "
+            f"takes a number alone (round, a key of a dict) needs one that does not: name it in static = (...,)."
+            if riding
+            else ""
+        )
+        raise TaskError(f"{what} raised {type(error).__name__}: {error}{hint}\n{user_line(error)}") from error
 
 
 def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -> Rehearsal:
