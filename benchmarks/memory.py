@@ -1,21 +1,25 @@
 """Peak memory of a training step above its resting state, in units of the parameters' bytes of all lanes (law 4).
 
     python -m benchmarks.memory [--widths 1 2 4 8] [--layers 12] [--size 2048] [--json FILE]
+    python -m benchmarks.memory --time [--layers 12] [--size 2048]
 
 A stack of Linear(2048, 2048) without bias, batch 64, AdamW, on the CPU. The compiled tape, the same tape run operation
 by operation, and, as one plain model with stacked weights, `coalesce.compile_step` and `coalesce.BackProp`. Its plain
 eager loop is the control: in it all gradients are alive at once, so that it must read at least 1, else the measurement
 itself is broken.
 
-Each figure is the high-water mark of a process of its own (`coalesce.memory.measure`).
+Each figure is the high-water mark of a process of its own (`coalesce.memory.measure`). With `--time`, seconds instead:
+one model's step in each of the ways, in turns in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -127,16 +131,36 @@ def measured_alone(kind: str, width: int, layers: int, size: int) -> float:
     return float(alone([*command, "--layers", str(layers), "--size", str(size)]).split()[-1])
 
 
+def times(kinds: Sequence[str], layers: int, size: int, rounds: int = 15) -> dict[str, list[float]]:
+    """Seconds of single steps of one lane, the kinds taking turns."""
+    steps = {kind: KINDS[kind](1, layers, size) for kind in kinds}
+    found: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(WARM + rounds):
+        for kind, step in steps.items():
+            begun = time.perf_counter()
+            step()
+            if turn >= WARM:
+                found[kind].append(time.perf_counter() - begun)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--time", action="store_true", help="time the steps of one lane")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(measure(options.one, options.widths[0], options.layers, options.size))
+        return
+    if options.time:
+        table = Table("", "best", "median", title="milliseconds per step")
+        for kind, found in times(["compile_step", "BackProp", "eager loop"], options.layers, options.size).items():
+            table.add_row(kind, f"{1000 * min(found):.0f}", f"{1000 * statistics.median(found):.0f}")
+        Console().print(table)
         return
     table = Table("", *[f"{w} lanes" for w in options.widths], title="peak above rest / parameter bytes of all lanes")
     figures: dict[str, dict[int, float]] = {}
