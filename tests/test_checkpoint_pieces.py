@@ -190,6 +190,57 @@ def test_evaluation_keeps_nothing_and_changes_nothing() -> None:
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer and computes with the count, in evaluation as well."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        y: Tensor = self.last(self.first(x).tanh() / self.calls)
+        return y
+
+
+def trained_in_evaluation(block: Callable[[], nn.Module], pieces: Any) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[block() for _ in range(3)]).eval()
+    if pieces is not None:
+        coalesce.checkpoint_pieces(model, pieces)
+    for _ in range(2):
+        model(torch.ones(5, 4)).pow(2).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], [b.clone() for b in model.buffers()]
+
+
+class AlwaysTraining(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> AlwaysTraining:
+        return super().train(True)
+
+
+def partly_training() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), AlwaysTraining(4), nn.Linear(4, 4))
+
+
+def replaced() -> nn.Module:
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    forward = block.forward
+    block.forward = lambda x: 2 * forward(x) + x  # type: ignore[method-assign]
+    return block
+
+
+@pytest.mark.parametrize("block", [Counting, partly_training, replaced])
+def test_buffers_in_evaluation_and_a_replaced_forward(block: Callable[[], nn.Module]) -> None:
+    plain, pieces = trained_in_evaluation(block, None), trained_in_evaluation(block, ["0", "1", "2"])
+    assert len(plain[0]) == len(pieces[0]) >= 12
+    # bit for bit: the same operations in the same order
+    assert all(map(torch.equal, plain[0], pieces[0]))
+    assert all(map(torch.equal, plain[1], pieces[1]))
+
+
 def test_case_18_beside_a_checkpoint_of_ones_own() -> None:
     class Own(nn.Module):
         def __init__(self) -> None:

@@ -84,11 +84,16 @@ class Checkpointed:
 
     def __init__(self, module: nn.Module):
         self.module = module
+        #: what somebody put in the place of the class's method before us
+        self.replaced = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        forward = type(self.module).forward.__get__(self.module)
+        forward = self.replaced or type(self.module).forward.__get__(self.module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # in evaluation as well: a module may count its calls there, and a part of it may be in training
         buffers = _Buffers(self.module)
-        if not (buffers.before and self.module.training):
+        if not buffers.before:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         contexts = nullcontext(), buffers
         returned = checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
