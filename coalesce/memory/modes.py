@@ -16,6 +16,7 @@ from coalesce.data import Data
 from coalesce.engine.backprop import BackProp
 from coalesce.engine.batches import Batches
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.single import compile_step
 from coalesce.engine.step import part
 from coalesce.engine.tape import Segment, Tape
 from coalesce.engine.template import Template
@@ -160,6 +161,21 @@ class Eager:
         return self.data
 
 
+class Compiled(Eager):
+    """The same, its step compiled by `coalesce.compile_step`."""
+
+    def __init__(self, size: Size, device: torch.device):
+        super().__init__(size, device)
+        self._step = compile_step(self.model, self.task.loss, self.optimizer)
+
+    def step(self) -> None:
+        self._step(self.data)
+
+    def record(self, recorder: Recorder) -> None:
+        with watch(recorder):
+            self.step()
+
+
 class Coalesced:
     """Compiled lanes of the engine, seeds 0 to ``width`` - 1."""
 
@@ -198,7 +214,7 @@ class Coalesced:
 MODES: dict[str, Callable[[Size, torch.device], Mode]] = {
     "plain": Eager,
     "hook": lambda size, device: Eager(size, device, hook=True),
-    "compiled": lambda size, device: Coalesced(size, device, width=1),
+    "compiled": Compiled,
     "coalesced": Coalesced,
 }
 
@@ -240,12 +256,12 @@ def fill_lanes(
 
 
 @contextmanager
-def watch(recorder: Recorder, forward: int) -> Iterator[None]:
+def watch(recorder: Recorder, forward: int | None = None) -> Iterator[None]:
     """Tell a recorder what the segments of a tape allocate.
 
     Args:
         forward: the number of an input of the tape into which a value is copied that depends on the forward pass alone,
-            and on all of it.
+            and on all of it; by default the tape's first result, the loss, is such a value.
     """
     watched = _Watched(recorder, forward)
     before, Tape.around = Tape.around, watched
@@ -262,7 +278,7 @@ class _Watched:
     pass, and is an INPUT if no parameter stands before it. Everything else belongs to the backward pass.
     """
 
-    def __init__(self, recorder: Recorder, forward: int):
+    def __init__(self, recorder: Recorder, forward: int | None):
         self.recorder = recorder
         self.forward = forward
         self._parameters: dict[fx.Node, int] = {}
@@ -288,14 +304,19 @@ class _Watched:
 
     def _category(self, node: fx.Node, value: Tensor) -> str:
         if self._results is None:
-            nodes = list(node.graph.nodes)
-            holder = [n for n in nodes if n.op == "placeholder"][self.forward]
-            copies = [n for n in nodes if n.target is torch.ops.aten.copy_.default and n.args[0] is holder]
-            self._results = _ancestors(copies[-1].args[1])
+            self._results = _ancestors(self._forward_result(node.graph))
         if node in self._results:
             return ACTIVATION if _ancestors(node) & self._parameters.keys() else INPUT
         size = value.untyped_storage().nbytes()
         return GRADIENT if size in self._parameters.values() else AUTOGRAD_DETAIL
+
+    def _forward_result(self, graph: fx.Graph) -> fx.Node:
+        nodes = list(graph.nodes)
+        if self.forward is None:
+            return nodes[-1].args[0][0]
+        holder = [n for n in nodes if n.op == "placeholder"][self.forward]
+        copies = [n for n in nodes if n.target is torch.ops.aten.copy_.default and n.args[0] is holder]
+        return copies[-1].args[1]
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
