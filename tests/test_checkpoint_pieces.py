@@ -293,11 +293,89 @@ def test_under_backprop() -> None:
         assert torch.equal(tensor, right[name]), name
 
 
+def test_parameters_that_are_lent() -> None:
+    """`functional_call` puts them back before the backward pass."""
+    found = []
+    for again in (False, True):
+        model = coalesce.checkpoint_pieces(_made("plain").eval()) if again else _made("plain").eval()
+        lent = {n: (2 * p.detach()).requires_grad_() for n, p in model.named_parameters()}
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+        loss = torch.func.functional_call(model, lent, (x,)).square().sum()
+        found.append(torch.autograd.grad(loss, list(lent.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_eval_between_the_passes() -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        made = _made("BatchNorm")
+        model = coalesce.checkpoint_pieces(made) if again else made
+        loss = model(torch.linspace(-1, 1, 60, dtype=torch.float64).sin().view(10, 6)).square().sum()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(F.relu(x, inplace=True))
+
+
+def test_a_piece_that_writes_into_its_input_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), Writes(), Writes())
+    coalesce.checkpoint_pieces(model, ["1", "2"])
+    with pytest.raises(RuntimeError, match=r"^1 \(Writes\) writes into its input.* leave it out"):
+        model(torch.randn(3, 6))
+
+
+# torch.compile looks at every tensor's grad while it prepares the call
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("kind", ["BatchNorm", "spectral norm"])
+def test_under_torch_compile(kind: str) -> None:
+    """With the backend that runs its graphs operation by operation: what is compiled is what counts here. Dropout off,
+    since a compiled graph draws in an order of its own."""
+    found = []
+    for again in (False, True):
+        torch._dynamo.reset()
+        model = _made(kind)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        model = coalesce.checkpoint_pieces(model) if again else model
+        compiled: Any = torch.compile(model, backend="aot_eager") if again else model
+        found.append(_train(compiled))
+    for (name, mine), theirs in zip(found[1].items(), found[0].values(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize(
     ("pieces", "message"),
-    [("block", "pieces='block': matches no module"), (0, "pieces=0: must be at least 1"), (["blocks.9"], "blocks.9")],
+    [
+        ("block", "pieces='block': matches no module"),
+        (0, "pieces=0: must be at least 1"),
+        (["blocks.9"], "blocks.9"),
+        (True, "pieces=True: must be auto, a number or names"),
+        (2.0, "pieces=2.0: must be auto, a number or names"),
+        (None, "pieces=None: must be auto, a number or names"),
+        ([1, 2], "pieces=[1, 2]: must be names of modules"),
+        ([], "pieces=[]: must be names of modules"),
+    ],
 )
-def test_what_matches_nothing_is_an_error(pieces: Any, message: str) -> None:
+def test_what_is_no_piece_is_an_error(pieces: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         coalesce.checkpoint_pieces(_made("plain"), pieces)
     assert message in str(caught.value)
+
+
+def test_a_model_without_pieces_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="finds nothing in this model that could be a piece"):
+        coalesce.checkpoint_pieces(nn.Tanh())
+    with pytest.raises(TypeError, match=r"takes an nn\.Module, not a function"):
+        coalesce.checkpoint_pieces(lambda x: x)  # type: ignore[arg-type]

@@ -17,11 +17,14 @@ from coalesce.engine.backprop.graph import Pass, halted, leaves
 from coalesce.engine.backprop.unborn import PAST_THE_OUTPUT, mark, unmark
 from coalesce.engine.backprop.update import UpdateOfOne
 
+HALFWAY = (
+    "This came in optimizer.step() of coalesce.BackProp, and some parameters may be updated, others not: it cannot be "
+    "repeated, as a plain loop's backward() can. Load the last saved state to go on."
+)
 CHANGED_TOO_EARLY = (
-    "This came in optimizer.step() of coalesce.BackProp, and some parameters are updated, others not. Either weights, "
-    "buffers or inputs were changed between backward() and step(), or the model reads a parameter in a second way that "
-    "brings it no gradient (parameter.detach()), and needed its old value after its update. For the latter "
-    "BackProp(..., clip_norm=math.inf) computes every gradient before the first update."
+    "Either weights, buffers or inputs were changed between backward() and step(), or the model reads a parameter in a "
+    "second way that brings it no gradient (parameter.detach()), and needed its old value after its update. For the "
+    "latter BackProp(..., clip_norm=math.inf) computes every gradient before the first update."
 )
 
 
@@ -248,9 +251,11 @@ class Walk:
                     )
                 if output is not None and gradient is not None and wanted:
                     torch.autograd.backward(output, gradient, inputs=wanted)
-        except RuntimeError as error:
-            if stage == "updating" and "modified by an inplace operation" in str(error):
-                error.add_note(CHANGED_TOO_EARLY)
+        except BaseException as error:
+            if stage == "updating":
+                error.add_note(HALFWAY)
+                if "modified by an inplace operation" in str(error):
+                    error.add_note(CHANGED_TOO_EARLY)
             raise
         finally:
             self.stage = "idle"
