@@ -129,10 +129,13 @@ def test_equals_its_original_in_float64(row: Row, shape: tuple[int, ...]) -> Non
 
 @rows
 def test_equals_its_original_in_float32(row: Row) -> None:
+    """No farther from the original in float64 than twice as far as the original in float32 is: how rounding grows over
+    the steps is the rule's and the processor's affair (Adadelta with rho = 0 multiplies it by a hundred)."""
     lanes, originals = train(row, (3, 2), torch.float32, 100)
-    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23.
-    # (Measured: 4e-7.)
-    torch.testing.assert_close(lanes.params, originals.params, rtol=0, atol=1.2e-5)
+    _, exact = train(row, (3, 2), torch.float64, 100)
+    mine, theirs = ((found.params - exact.params).abs().amax((1, 2)) for found in (lanes, originals))
+    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23
+    assert (mine <= 2 * theirs + 1.2e-5).all(), (mine, theirs)
 
 
 @rows

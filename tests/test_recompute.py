@@ -104,8 +104,12 @@ def tall(**arguments: Any) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("optimizer", [None, {"name": "adam", "clip_norm": 0.5}], ids=["sgd", "clipped adam"])
-@pytest.mark.parametrize("again", ["auto", 1, 3, ("blocks.*",), ("blocks.1", "shared", "blocks.1.up")])
+CLIPPED = {"name": "adam", "clip_norm": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("again", "optimizer"), [("auto", CLIPPED), (1, None), (3, None), (("blocks.1", "shared", "blocks.1.up"), None)]
+)
 def test_computing_again_changes_no_bit(again: Any, optimizer: dict[str, Any] | None) -> None:
     """Dropout, BatchNorm, a module called twice, nested pieces, several outputs, writes in place."""
     experiments = three(optimizer=optimizer)
@@ -114,7 +118,7 @@ def test_computing_again_changes_no_bit(again: Any, optimizer: dict[str, Any] | 
         assert worst(mine, lane, train_alone(one).model) <= 1e-12
 
 
-@pytest.mark.parametrize("arguments", [{}, {"aux": 0.3}, {"twice": True}, {"aux": 0.3, "twice": True}])
+@pytest.mark.parametrize("arguments", [{}, {"aux": 0.3, "twice": True}])
 def test_less_is_kept(arguments: dict[str, Any]) -> None:
     """Of a block four tensors are kept: the inputs of its two layers and of the GELU, and the tanh; of a block that is
     computed again, its input. 6 blocks: 24 against 6 and the 4 of one block, and on both sides a gradient or two."""
@@ -131,10 +135,8 @@ def test_the_whole_model_as_one_piece_saves_nothing() -> None:
 
 
 def test_accumulated_micro_batches_are_computed_again_each() -> None:
-    experiments = [
-        experiment(Cut, {}, {"name": "sgd", "lr": 0.1 * i, "accumulate": 3}, steps=STEPS, seed=i, batch_size=12)
-        for i in (1, 2)
-    ]
+    optimizer = {"name": "sgd", "lr": 0.1, "accumulate": 2}
+    experiments = [experiment(Tall, {"blocks": 3}, optimizer, steps=STEPS, seed=i, batch_size=32) for i in (1, 2)]
     plain, mine = compared(experiments, "auto")
     assert peak(mine) < peak(plain)
 
