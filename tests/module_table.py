@@ -47,7 +47,8 @@ class Row:
             1e-10 says why in the row.
         draws: the loss itself draws random numbers. Then the plain loop runs under the same rules, which
             `test_rules_draws.py` looks at.
-        compiled: keep the laws compiled as well, marked slow. A row takes 10 to 30 seconds, so one row of a kind does.
+        compiled: keep the laws compiled as well, marked slow. A row takes 10 to 50 seconds, so one row of a kind does.
+        thorough: the compiled row is marked thorough instead.
         slow: eager as well it is no part of the plain suite, whose time is short: its functions are looked at one by
             one in `test_rules_riding.py`, or a row of the same kind stands beside it.
     """
@@ -62,6 +63,7 @@ class Row:
     draws: bool = False
     compiled: bool = False
     slow: bool = False
+    thorough: bool = False
 
 
 def rows(*given: Row) -> None:
@@ -219,10 +221,16 @@ def stand(name: str, compile: bool) -> Stand:
     return Stand(ROWS[name], compile)
 
 
+def _marks(row: Row, compile: bool) -> list[Any]:
+    if compile and row.thorough:
+        return [pytest.mark.thorough]
+    return [pytest.mark.slow] if compile or row.slow else []
+
+
 def cases(compile: bool) -> list[Any]:
     """(row, law), row by row; the compiled ones and the slow rows marked slow."""
     return [
-        pytest.param(name, law, id=f"{name}-{law}", marks=[pytest.mark.slow] if compile or row.slow else [])
+        pytest.param(name, law, id=f"{name}-{law}", marks=_marks(row, compile))
         for name, row in ROWS.items()
         for law in (COMPILED_LAWS if compile else LAWS)
         if row.compiled or not compile

@@ -106,5 +106,5 @@ rows(
         loss=pairs,
     ),
     Row("CTCLoss", lambda a: Head(nn.CTCLoss()), loss=sequence),
-    Row("losses that draw", lambda a: Head(), loss=noisy, draws=True, compiled=True),
+    Row("losses that draw", lambda a: Head(), loss=noisy, draws=True, compiled=True, thorough=True),
 )

@@ -81,7 +81,7 @@ rows(
     row("RNN", lambda a: Chain()),
     row("GRU", lambda a: Layers(nn.GRU, num_layers=2, bidirectional=True, dropout=a), compiled=True),
     row("GRU unbatched", lambda a: Unbatched()),
-    row("LSTM", lambda a: Layers(nn.LSTM, num_layers=2, dropout=a, batch_first=True), compiled=True),
+    row("LSTM", lambda a: Layers(nn.LSTM, num_layers=2, dropout=a, batch_first=True), compiled=True, thorough=True),
     row("LSTM projected", lambda a: Layers(nn.LSTM, proj_size=2, bidirectional=True, bias=False)),
     row("Recurrent cells", lambda a: Cells()),
 )

@@ -214,8 +214,13 @@ def test_a_nan_goes_on_as_in_a_plain_loop() -> None:
         assert torch.equal(ours.isnan(), theirs.isnan())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adafactor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("SGD", marks=pytest.mark.thorough),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("AdamW", "Adafactor")),
+    ],
+)
 def test_compiled(name: str) -> None:
     """As one segment, and cut into segments."""
     assert_trains_alike(ROWS[name], 200, compile=True)

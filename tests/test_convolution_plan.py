@@ -127,8 +127,9 @@ def test_an_unknown_lowering_names_the_known() -> None:
     assert "auto, grouped, single, columns" in str(caught.value)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", LOWERINGS)
+@pytest.mark.parametrize(
+    "choice", [pytest.param("single", marks=pytest.mark.thorough), pytest.param("columns", marks=pytest.mark.slow)]
+)
 def test_compiled_lanes_agree_bit_for_bit(choice: str) -> None:
     """Law 1: the same experiment in any lane of eight, beside any neighbours. float32, odd sizes, so that lanes lie at
     all alignments."""

@@ -164,7 +164,7 @@ def test_folds_share_one_graph() -> None:
     assert len({e.id for e in experiments}) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_another_fold_compiles_nothing() -> None:
     lanes = Lanes(template_of([folded(0, 0), folded(1, 1)]), 2, evaluate_batch_size=5)
     lanes.prepare_step()

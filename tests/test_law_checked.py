@@ -280,7 +280,7 @@ class Orthogonal(Small):
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), parametrizations.orthogonal(nn.Linear(5, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 @pytest.mark.filterwarnings("ignore:.torch._prims_common.check. is deprecated:FutureWarning")
 def test_an_orthogonal_parametrisation_is_compiled_wrongly_by_torch() -> None:
@@ -325,7 +325,7 @@ def test_every_precision_passes(dtype: str, optimizer: str) -> None:
     check(sound(three(optimizer=optimizer, dtype=dtype)), ["val"])
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(n, marks=pytest.mark.slow) for n in SCHEDULES])
+@pytest.mark.parametrize("schedule", [pytest.param(n, marks=pytest.mark.thorough) for n in SCHEDULES])
 def test_every_schedule_passes(schedule: str) -> None:
     lanes = sound(three(schedule={"name": schedule, "warmup": 1}))
     check(lanes, [])

@@ -55,7 +55,7 @@ def test_one_mode_from_its_processes_to_its_files(tmp_path: Path, capsys: pytest
         assert words in shown
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """At a size at which the engine cuts the graph. No mode but the plain loop holds two layers' gradients."""
     assert main([str(tmp_path), "--size", "small", "--device", "cpu", "--json"]) == 0

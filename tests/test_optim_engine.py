@@ -110,8 +110,9 @@ def test_lanes_equal_plain_loops_and_what_is_not_trained_stays(row: Row) -> None
             torch.testing.assert_close(value, state[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor-eps", "muon"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("adafactor-eps", marks=pytest.mark.thorough), pytest.param("muon", marks=pytest.mark.slow)]
+)
 def test_compiled_lanes_equal_plain_loops_beside_a_broken_one(name: str) -> None:
     """The rules with sums and matrix products inside a lane. What a neighbour does shows in no bit."""
     torch.set_default_dtype(torch.float64)

@@ -106,7 +106,7 @@ def test_lanes_equal_plain_loops(rule: str, way: str) -> None:
     check(three(rule, way))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_lanes_equal_plain_loops() -> None:
     check(three("adamw", "all"), compile=True)
 

@@ -218,8 +218,9 @@ class Unit(nn.Module):
         return (torch.sin(3 * h) + h).sum()
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("again", [None, 1, ("0",)])
+@pytest.mark.parametrize(
+    ("again", "compile"), [(None, False), (1, False), (("0",), False), pytest.param(1, True, marks=pytest.mark.slow)]
+)
 def test_case_19_masks_are_the_forward_passes(again: Any, compile: bool) -> None:
     experiments = [experiment(Masked, {}, {"name": "sgd", "lr": 1.0}, steps=1, seed=i, batch_size=2) for i in (1, 2)]
     lanes = lanes_of(experiments, compile=compile, checkpoint=recomputed(Masked().model(), again))

@@ -142,7 +142,7 @@ def test_the_graphs_are_called_often_enough(size: int, drawn: list[tuple[int, in
     assert len(calls) <= 2 * sum(until - step for step, until, _ in set(lanes))
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_lanes_out_of_step_do_not_see_each_other(compile: bool) -> None:
     """Lanes that start later, end earlier, break, and are refilled: every one equals itself alone, bit for bit where
     the graph is compiled; run operation by operation, ATen's vector loops may differ in a lane's last bit."""

@@ -137,8 +137,10 @@ def test_static_words_and_numbers_of_items_split() -> None:
             template_of(both)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cosine_restarts", "one_cycle"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("cosine_restarts", marks=pytest.mark.thorough), pytest.param("one_cycle", marks=pytest.mark.slow)],
+)
 def test_compiled_lanes_equal_plain_loops_whoever_their_neighbours_are(name: str) -> None:
     experiments = [make(name, number, "adamw", longer=3) for number in range(4)]
     found = []

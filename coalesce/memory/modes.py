@@ -166,6 +166,8 @@ class Compiled(Eager):
 
     def __init__(self, size: Size, device: torch.device):
         super().__init__(size, device)
+        # torch's own class, of which compile_step knows the rule; it never calls the optimiser's step
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
         self._step = compile_step(self.model, self.task.loss, self.optimizer)
 
     def step(self) -> None:
