@@ -1,4 +1,4 @@
-"""Cases that people met in public, at the engine's level: 1, 2, 3, 4, 7, 9, 14, 15, 17 and 24.
+"""Cases that people met in public, at the engine's level: 1, 2, 3, 4, 7, 9, 13, 14, 15, 17 and 24.
 
 Oracle: the figures that torch 2.13.0 gave a plain loop, or that follow by hand, as written beside each; and the plain
 loop itself.
@@ -198,6 +198,21 @@ class Normalised(ToyMlp):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+
+def test_case_13_the_moments_go_where_the_lane_goes() -> None:
+    """Ten steps in one lane, and five steps, the lane's state moved to a lane of another stack, and five more."""
+    experiments = [experiment(ToyW, {}, {"name": "adam", "lr": lr}, steps=10, batch_size=1) for lr in (0.01, 0.1)]
+    straight, first, second = (lanes_of(experiments) for _ in range(3))
+    straight.advance(10)
+    first.advance(5)
+    for name, tensor in first.state.items():
+        second.state[name][0].copy_(tensor[1])
+    second.held[0] = first.held[1]
+    second.sync()
+    second.advance(5)
+    assert torch.equal(second.state["trained/a"][0], straight.state["trained/a"][1])
+    assert second.state["trained/a"][0].item() == pytest.approx(0.07624915560691209, abs=1e-12)
 
 
 def test_case_14_batch_norm_keeps_statistics_of_each_lane() -> None:

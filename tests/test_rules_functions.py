@@ -143,8 +143,8 @@ def pair(kind: str) -> list[Any]:
     ]
 
 
-def check(kind: str, compile: bool) -> None:
-    lanes = lanes_of(pair(kind), compile=compile)
+def check(kind: str, compile: bool, **options: Any) -> None:
+    lanes = lanes_of(pair(kind), compile=compile, **options)
     lanes.advance(3)
     found = lanes.evaluate("val")["loss"]
     # a second pass of the plain loop would draw other masks, outside the stream: it has no checkpoint
@@ -165,6 +165,10 @@ def test_functions_equal_the_plain_loop() -> None:
 @pytest.mark.parametrize("kind", ["reentrant", "other", "sequential"])
 def test_checkpoints_equal_the_plain_loop(kind: str) -> None:
     check(kind, compile=False)
+
+
+def test_case_18_pieces_of_our_own_on_the_same_net() -> None:
+    check("plain", compile=False, checkpoint=("block",))
 
 
 @pytest.mark.slow
