@@ -127,9 +127,8 @@ def test_an_unknown_lowering_names_the_known() -> None:
     assert "auto, grouped, single, columns" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "choice", [pytest.param("single", marks=pytest.mark.thorough), pytest.param("columns", marks=pytest.mark.slow)]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("choice", LOWERINGS)
 def test_compiled_lanes_agree_bit_for_bit(choice: str) -> None:
     """Law 1: the same experiment in any lane of eight, beside any neighbours. float32, odd sizes, so that lanes lie at
     all alignments."""

@@ -182,7 +182,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 SWEEP = "sweep.params={optimizer.lr: [1e-2, 3e-2], task.scale: [0.5, 1], seed: range(2)}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_task_in_an_empty_folder_compiled(folder: Folder) -> None:
     """The whole way as a process, compiled; and the same uncompiled."""
     process = folder.process("Mine", SWEEP, "sweep.name=my sweep", "trainer.weights=true")

@@ -132,7 +132,7 @@ def test_a_fold_in_a_lane_is_the_fold_alone(remainder: str) -> None:
             assert {n: v[lane] for n, v in metrics.items()} == pytest.approx(total, abs=1e-10)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_fold_in_a_lane_is_the_fold_alone_bit_for_bit() -> None:
     experiments = [folded(number, fold, dtype="float32") for number, fold in PAIRS]
     lanes = lanes_of(experiments, compile=True)
