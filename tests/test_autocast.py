@@ -213,7 +213,7 @@ def test_lanes_train_as_a_plain_autocast_loop_does() -> None:
     check(compile=False)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_lanes_do_too() -> None:
     check(compile=True)
 

@@ -98,7 +98,7 @@ Fault = Callable[[dict[str, Tensor]], None]
 
 
 #: Tracing takes a second: plain `pytest` has two rules, one with and one without a unit of its own.
-RULES = [pytest.param(n, marks=() if n in ("sgd", "adamw") else pytest.mark.slow) for n in OPTIMIZERS]
+RULES = [pytest.param(n, marks=() if n in ("sgd", "adamw") else pytest.mark.thorough) for n in OPTIMIZERS]
 
 
 @cache

@@ -85,7 +85,7 @@ def make(row: Row, lane: int, **options: Any) -> Experiment:
 
 def rows(*fast: str) -> pytest.MarkDecorator:
     """Every row; those that are not named are slow."""
-    params = [pytest.param(r, id=n, marks=[] if n in fast else pytest.mark.slow) for n, r in ROWS.items()]
+    params = [pytest.param(r, id=n, marks=[] if n in fast else pytest.mark.thorough) for n, r in ROWS.items()]
     return pytest.mark.parametrize("row", params)
 
 
@@ -134,7 +134,8 @@ def test_compiled_lanes_equal_plain_loops_beside_a_broken_one(name: str) -> None
 
 
 @pytest.mark.parametrize(
-    "row", [pytest.param(r, id=n, marks=[] if n in ("adamw", "muon") else pytest.mark.slow) for n, r in BY_RULE.items()]
+    "row",
+    [pytest.param(r, id=n, marks=[] if n in ("adamw", "muon") else pytest.mark.thorough) for n, r in BY_RULE.items()],
 )
 def test_new_values_compile_nothing(row: Row, counted: None) -> None:
     first = Lanes(template_of([make(row, 0), make(row, 1)]), 2)

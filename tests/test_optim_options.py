@@ -101,7 +101,7 @@ FAST = [("adamw", "all"), ("muon", "all"), ("sgd", "value"), ("sgd", "micro-batc
 SLOW = [("adamw", way) for way in WAYS if way != "all"] + [("muon", "no decay"), ("muon", "factors")]
 
 
-@pytest.mark.parametrize(("rule", "way"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+@pytest.mark.parametrize(("rule", "way"), [*FAST, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in SLOW)])
 def test_lanes_equal_plain_loops(rule: str, way: str) -> None:
     check(three(rule, way))
 

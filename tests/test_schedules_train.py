@@ -84,7 +84,7 @@ PLAIN = ("constant", "linear", "polynomial", "exponential", "step", "cosine")
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *(pytest.param(name, "sgd", marks=[pytest.mark.slow] if name in PLAIN else []) for name in LANES),
+        *(pytest.param(name, "sgd", marks=[pytest.mark.thorough] if name in PLAIN else []) for name in LANES),
         ("one_cycle", "adamw"),
     ],
 )
