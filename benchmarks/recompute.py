@@ -4,15 +4,16 @@
 
 A stack of blocks Linear-GELU-Linear-Tanh with Adam. In lanes (``trainer.checkpoint``, compiled and operation by
 operation) and as one model in a plain loop (`coalesce.checkpoint_pieces`): the peak of a step above its resting state,
-MiB, and milliseconds per step. Each row is a process of its own; its high-water mark is read as in
-`benchmarks.memory`. The plain loop's peak holds all gradients beside the activations; they are counted apart.
+MiB, and milliseconds per step. Each peak is the high-water mark of a process of its own, as in `benchmarks.memory`. The
+times are another process's: the ruler has every tensor fetched from the system anew, which costs most where most is
+computed again. The plain loop's peak holds all gradients beside the activations; they are counted apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from coalesce.engine.template import Template
 from coalesce.experiment import group
 from coalesce.memory.measure import alone, peak
 
-WARM, STEPS = 2, 5
+WARM, STEPS = 2, 9
 SETTINGS = {"none": None, "auto": "auto", "4": 4, "1": 1}
 
 
@@ -91,19 +92,27 @@ KINDS: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
 }
 
 
-def measure(kind: str, setting: str, options: Any) -> tuple[float, float]:
-    """(peak above rest in bytes, seconds of the fastest step) of this process."""
+def measure_peak(kind: str, setting: str, options: Any) -> float:
+    """The peak of a step above rest, of this process, in bytes."""
     step = KINDS[kind](options, SETTINGS[setting])
     for _ in range(WARM):
         step()
-    times = []
-    for _ in range(STEPS):
-        started_s = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started_s)
     rise = peak(step)
     assert rise is not None, "this system does not tell its memory"
-    return rise, min(times)
+    return rise
+
+
+def measure_times(kind: str, settings: Sequence[str], options: Any) -> list[float]:
+    """Seconds of the fastest step with each setting; they take turns."""
+    steps = [KINDS[kind](options, SETTINGS[setting]) for setting in settings]
+    times: list[list[float]] = [[] for _ in steps]
+    for turn in range(WARM + STEPS):
+        for step, found in zip(steps, times, strict=True):
+            started_s = time.perf_counter()
+            step()
+            if turn >= WARM:
+                found.append(time.perf_counter() - started_s)
+    return [min(found) for found in times]
 
 
 def main() -> None:
@@ -113,22 +122,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=["peak", "time"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.one:
-        print(*measure(options.kinds[0], options.settings[0], options))
+    kinds, settings = options.kinds, options.settings
+    if options.one == "peak":
+        print(measure_peak(kinds[0], settings[0], options))
+        return
+    if options.one == "time":
+        print(*measure_times(kinds[0], settings, options))
         return
     table = Table("", "checkpoint", "peak above rest, MiB", "of none", "step, ms", "of none")
     sizes = [f"--{n}={getattr(options, n)}" for n in ("blocks", "size", "batch", "lanes", "threads")]
-    for kind in options.kinds:
-        first: tuple[float, float] | None = None
-        for setting in options.settings:
-            command = ["-m", "benchmarks.recompute", "--one", "--kinds", kind, "--settings", setting, *sizes]
-            rise, seconds = map(float, alone(command).split()[-2:])
-            first = first or (rise, seconds)
-            ratios = f"{rise / first[0]:.2f}", f"{seconds / first[1]:.2f}"
-            table.add_row(kind, setting, f"{rise / 2**20:.0f}", ratios[0], f"{seconds * 1e3:.0f}", ratios[1])
+    for kind in kinds:
+        command = ["-m", "benchmarks.recompute", *sizes, "--kinds", kind]
+        rises = [float(alone([*command, "--one", "peak", "--settings", s]).split()[-1]) for s in settings]
+        printed = alone([*command, "--one", "time", "--settings", *settings], environment={}).split()
+        seconds = list(map(float, printed[-len(settings) :]))
+        for setting, rise, second in zip(settings, rises, seconds, strict=True):
+            ratios = f"{rise / rises[0]:.2f}", f"{second / seconds[0]:.2f}"
+            table.add_row(kind, setting, f"{rise / 2**20:.0f}", ratios[0], f"{second * 1e3:.0f}", ratios[1])
     Console().print(table)
 
 

@@ -1,0 +1,159 @@
+"""What a search is to the runner: it is asked for experiments, told metrics, and says what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from coalesce.experiment import Experiment
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An experiment to train, and how far.
+
+    Args:
+        experiment: one that has not been asked for, or one that was put aside.
+        until: the step at which it is put aside, to wait with all of its state for being asked for again; None: it
+            trains to its end.
+    """
+
+    experiment: Experiment
+    until: int | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where an experiment stands at a host boundary.
+
+    Args:
+        experiment: which.
+        step: updates done.
+        metrics: what was measured after exactly this step: "train/loss" always, "val/accuracy" where it was evaluated.
+    """
+
+    experiment: Experiment
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The experiment ends here, with status "stopped".
+
+    Args:
+        reason: for the results' column ``message``.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The experiment goes on from another one's state: weights, buffers, optimiser state, stream and step.
+
+    Args:
+        source: the id of an experiment that is in a lane of the same graph, has trained equally many steps, and is
+            told of in the same call.
+        values: dotted configuration key → its new value, of floats that ride: ``{"optimizer.lr": 0.01}``. Other
+            floats are the source's.
+    """
+
+    source: str
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+Verdict: TypeAlias = Stop | Copy
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an experiment ended.
+
+    Args:
+        experiment: which.
+        status: "finished", "stopped", "diverged" or "failed".
+        steps: updates done.
+        metrics: the last value of each metric.
+        best: the value of each validation metric at the best step.
+    """
+
+    experiment: Experiment
+    status: str
+    steps: int
+    metrics: Mapping[str, float]
+    best: Mapping[str, float]
+
+
+class Search:
+    """Base of all searches.
+
+    The runner asks for experiments, trains all of them, and asks again; when nothing is given, the run is over. While
+    they train it tells at every host boundary what was measured.
+
+    What a search decides must follow from its settings and from what it was told, and nothing else: no clock, no
+    generator without a seed, no order of a set.
+    """
+
+    #: Whether what is said of one experiment depends on what was told of others before. Then a run that is resumed
+    #: repeats everything since its last snapshot, so that it is told the same in the same order. Otherwise experiments
+    #: that ended since stay ended, and the search is told so.
+    replays = False
+
+    def ask(self, width: int) -> Sequence[Trial]:
+        """What to train next, in this order.
+
+        Args:
+            width: lanes of a graph, for searches that ask for a lane-full at a time.
+
+        Returns:
+            Nothing: the search is over.
+        """
+        raise NotImplementedError
+
+    def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
+        """What was measured at one boundary, of all lanes that took a step, in the order in which they were asked for.
+
+        Returns:
+            id → what becomes of the experiment; the others go on. Of those that are at their end nothing is asked.
+        """
+        return {}
+
+    def ended(self, ending: Ending) -> None:
+        """One experiment ended, after `tell`. It is told once, also of one that ended before the run was resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to go on from here; of what JSON holds (NaN included)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from another one's state."""
+
+    @property
+    def count(self) -> int:
+        """Experiments in all, for the display."""
+        raise NotImplementedError
+
+
+class Listed(Search):
+    """A list of experiments, each to its end: a grid, or random samples."""
+
+    def __init__(self, experiments: Sequence[Experiment]):
+        self.experiments = tuple(experiments)
+        self._asked = False
+
+    def ask(self, width: int) -> Sequence[Trial]:
+        trials = [] if self._asked else [Trial(experiment) for experiment in self.experiments]
+        self._asked = True
+        return trials
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self._asked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._asked = bool(state["asked"])
+
+    @property
+    def count(self) -> int:
+        return len(self.experiments)
