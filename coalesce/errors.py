@@ -56,3 +56,7 @@ class ConfigError(ValueError):
 
 class TaskError(RuntimeError):
     """The user's own code failed, or does something that lanes cannot share."""
+
+
+class RunFolderError(OSError):
+    """A run folder cannot be written, or not be gone on from: the text says why, and what can be done."""

@@ -325,6 +325,8 @@ def test_trainer_settings_arrive_in_their_type() -> None:
     assert {type(trainer.width), type(trainer.every)} == {int}
     assert check_trainer({"threads": 1, "width": "auto"}).threads == 1
     assert check_trainer({"pieces": "auto"}) == Trainer()
+    for minutes, kept in ((None, None), (0, 0.0), ("1e-1", 0.1), ("null", None)):
+        assert check_trainer({"snapshot_minutes": minutes}).snapshot_minutes == kept
     assert check_trainer({"pieces": ["blocks.*"]}).pieces == ("blocks.*",)
     for given, right in ((None, None), ("auto", "auto"), (4, 4), (["a"], ("a",))):
         assert check_trainer({"checkpoint": given}).checkpoint == right
@@ -356,6 +358,9 @@ def test_trainer_settings_arrive_in_their_type() -> None:
         ({"monitor": 3}, "trainer.monitor=3: must be text", ""),
         ({"show": 3}, "trainer.show=3: must be a list", ""),
         ({"show": ["a", 3]}, "trainer.show.1=3: must be text", ""),
+        ({"snapshot_minutes": -1}, "trainer.snapshot_minutes=-1: must be finite and at least 0", "or null"),
+        ({"snapshot_minutes": "1e999"}, "trainer.snapshot_minutes='1e999'", "a number, at least 0, or null"),
+        ({"snapshot_minutes": "often"}, "trainer.snapshot_minutes='often': must be a number", "at least 0, or null"),
         ({"widht": 3}, "trainer.widht=3: unknown key", "did you mean 'width'?"),
     ],
 )

@@ -21,7 +21,7 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 BESIDE = {"kernels": "errors", "data": "task", "tasks": "engine", "library": "configuration"}
 
 #: The runner's interfaces: what the store and the displays implement. They stand below it, beside the experiment.
-INTERFACES = {"runner.listener": "experiment", "runner.plan": "experiment"}
+INTERFACES = {"runner.listener": "experiment", "runner.plan": "experiment", "runner.snapshot": "experiment"}
 
 #: What must run where only torch is installed.
 LIGHT = ("errors", "kernels", "data", "task", "experiment", "random", "optim", "engine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -58,6 +59,10 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
         checked[name], found = coerce(key, value, kind)
         if not found and name in COUNTS and checked[name] is not None and checked[name] < 1:
             found = [Problem(key, value, "must be at least 1")]
+        if name == "snapshot_minutes":
+            valid = "a number, at least 0, or null"
+            if not found and checked[name] is not None and not 0 <= checked[name] < math.inf:
+                found = [Problem(key, value, "must be finite and at least 0")]
         if not found and name == "monitor" and not value.strip():
             found = [Problem(key, value, "must name a metric", "val/accuracy, or any other that the task returns")]
         problems += [dataclasses.replace(p, valid=p.valid if name == "monitor" else valid) for p in found]

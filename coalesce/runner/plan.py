@@ -34,6 +34,8 @@ class Trainer:
         threads: CPU threads of torch, or None: as many as torch takes by itself. Recorded, since results may
             depend on it in the last bit.
         weights: keep the final weights of every experiment.
+        snapshot_minutes: minutes between two snapshots of all lanes, which a run goes on from that was killed; 0: at
+            every host boundary; None: only when a signal ends the run.
     """
 
     width: int | str = "auto"
@@ -52,6 +54,7 @@ class Trainer:
     show: tuple[str, ...] = ()
     threads: int | None = None
     weights: bool = False
+    snapshot_minutes: float | None = 5.0
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "coalesce": _version("coalesce"),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "coalesce": version("coalesce"),
+        "packages": {name: version(name) for name in _PACKAGES},
         "platform": platform.platform(),
         "machine": platform.machine(),
         "cpu_count": os.cpu_count(),
@@ -40,7 +40,8 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,15 @@ from torch import Tensor
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic(path: Path, name: Callable[[Path], Path] | None = None) -> Iterator[Path]:
     """Give a temporary path beside ``path``; what the block writes there becomes ``path``, on disk, at its end.
 
     If the block raises, the temporary file goes and ``path`` is as it was. A process that dies in the block leaves
     the temporary file, whose name begins with a dot; nothing reads it.
+
+    Args:
+        path: the file.
+        name: the written temporary file → the path that it is to have instead, in the same folder.
 
     Raises:
         OSError: the folder is missing, or the disk is full.
@@ -36,7 +40,7 @@ def atomic(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         _sync(temporary)
-        os.replace(temporary, path)
+        os.replace(temporary, path if name is None else name(temporary))
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

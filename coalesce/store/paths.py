@@ -112,15 +112,71 @@ class RunPaths:
         """Where final weights are kept."""
         return self.folder / "weights"
 
-    def weights(self, experiment: str) -> Path:
-        """The final weights of one experiment.
+    def weights(self, experiment: str, which: str = "last") -> Path:
+        """The weights of one experiment: its "last" ones, or its "best".
 
         Raises:
             ValueError: the id could name a file elsewhere.
         """
-        if not re.fullmatch(r"[0-9A-Za-z_-]+", experiment):
+        if not re.fullmatch(r"[0-9A-Za-z_]+", experiment):
             raise ValueError(f"{experiment!r} is no experiment id: an id consists of letters and digits")
-        return self.weights_folder / f"{experiment}.safetensors"
+        suffix = {"last": "", "best": "-best"}[which]
+        return self.weights_folder / f"{experiment}{suffix}.safetensors"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the process that writes here."""
+        return self.folder / (".lock" if self.job is None else f".lock-{self.job}")
+
+    @property
+    def lock_owner(self) -> Path:
+        """Which process holds the lock."""
+        return self.lock.with_name(f"{self.lock.name}.json")
+
+    @property
+    def snapshot_folder(self) -> Path:
+        """Where snapshots of the lanes are kept."""
+        return self.folder / "snapshots"
+
+    def snapshot(self, number: int, digest: str) -> Path:
+        """A snapshot of the lanes.
+
+        Args:
+            number: they are counted from 0.
+            digest: the checksum of its bytes, in hexadecimal digits.
+        """
+        return self.snapshot_folder / f"{self._prefix}snapshot-{number:05d}.{digest}.safetensors"
+
+    def snapshots(self) -> list[Path]:
+        """The snapshots of this job that exist, oldest first."""
+        pattern = rf"{self._prefix}snapshot-\d+\.[^.]*\.safetensors"
+        found = [path for path in self.snapshot_folder.glob("*.safetensors") if re.fullmatch(pattern, path.name)]
+        return sorted(found, key=lambda path: (self.snapshot_number(path), path.name))
+
+    @staticmethod
+    def snapshot_number(path: Path) -> int:
+        """The number in a snapshot's name."""
+        return int(path.name.partition(".")[0].rpartition("-")[2])
+
+    @staticmethod
+    def snapshot_digest(path: Path) -> str:
+        """The checksum in a snapshot's name."""
+        return path.name.split(".")[1]
+
+    def leftovers(self) -> list[Path]:
+        """Temporary files of this job, which a process left that was killed while it wrote them."""
+        folders = (
+            self.folder,
+            self.snapshot_folder,
+            self.weights_folder,
+            self.folder / "metrics",
+            self.folder / "results",
+        )
+        found = [path for folder in folders for path in folder.glob(".*.tmp")]
+        if self.job is None:
+            return found
+        # another job's may be in use; what is named after no job is left lying
+        return [path for path in found if path.name.startswith(f".{self._prefix}")]
 
     def metric_part(self, number: int) -> Path:
         """A part of the history."""
@@ -144,8 +200,11 @@ class RunPaths:
         return int(part.stem.rpartition("-")[2])
 
     def _part(self, kind: str, number: int) -> Path:
-        prefix = "" if self.job is None else f"job-{self.job}-"
-        return self.folder / kind / f"{prefix}part-{number:05d}.parquet"
+        return self.folder / kind / f"{self._prefix}part-{number:05d}.parquet"
+
+    @property
+    def _prefix(self) -> str:
+        return "" if self.job is None else f"job-{self.job}-"
 
     def _parts(self, kind: str) -> list[Path]:
         # temporary files begin with a dot and match neither pattern
