@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from coalesce.experiment import Experiment
@@ -116,12 +117,32 @@ class Search:
         """What was measured at one boundary, of all lanes that took a step, in the order in which they were asked for.
 
         Returns:
-            id → what becomes of the experiment; the others go on. Of those that are at their end nothing is asked.
+            id → what becomes of the experiment; the others go on. Of those that are at their end nothing is asked. What
+            is copied is copied before anything is stopped.
         """
         return {}
 
     def ended(self, ending: Ending) -> None:
         """One experiment ended, after `tell`. It is told once, also of one that ended before the run was resumed."""
+
+    def known(self) -> Sequence[Experiment]:
+        """Experiments to make a plan of, in the order of the results: all that there will be, where that is known.
+
+        Otherwise (`lists` is false) a few that are never trained, but show by their values what rides: for each graph
+        that the search may ask for, as far as they can be counted, some that differ in every float that rides there.
+        """
+        raise NotImplementedError
+
+    #: Whether `known` gives all experiments that will ever be asked for.
+    lists = True
+
+    def keep(self, file: Path, name: str) -> None:
+        """A run folder was made. Told before anything else.
+
+        Args:
+            file: where a search that keeps records of its own keeps them, unless its settings say otherwise.
+            name: of the run.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that `load_state_dict` needs to go on from here; of what JSON holds (NaN included)."""
@@ -153,6 +174,9 @@ class Listed(Search):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._asked = bool(state["asked"])
+
+    def known(self) -> Sequence[Experiment]:
+        return self.experiments
 
     @property
     def count(self) -> int:

@@ -1,0 +1,79 @@
+"""Ending experiments early by their own metrics: patience, and a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coalesce.experiment import Experiment
+from coalesce.search.base import Copy, Ending, Report, Search, Stop, Trial, Verdict
+from coalesce.search.metric import Metric
+
+
+class Stopping(Search):
+    """Any search, whose experiments also end when they have reached a target or no longer improve.
+
+    Each is judged by its own measurements alone, whatever the others do. What the search inside says of an experiment
+    counts, unless it has reached the target. An experiment that copied another one's state starts its patience anew.
+
+    Args:
+        inner: the search.
+        metric: what is looked at.
+        patience: measurements in a row without improvement after which an experiment ends; None: no matter how many.
+        min_delta: only what is better than the best so far by more than this is an improvement.
+        target: a value at which an experiment ends; None: none.
+    """
+
+    def __init__(
+        self, inner: Search, metric: Metric, patience: int | None, min_delta: float = 0.0, target: float | None = None
+    ):
+        self.inner = inner
+        self.replays = inner.replays
+        self.lists = inner.lists
+        self._metric, self._patience, self._min_delta, self._target = metric, patience, min_delta, target
+        #: Experiment → the best value that counted as an improvement, and measurements since then.
+        self._history: dict[str, tuple[float, int]] = {}
+
+    def ask(self, width: int) -> Sequence[Trial]:
+        return self.inner.ask(width)
+
+    def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
+        verdicts = dict(self.inner.tell(reports))
+        for report in (r for r in reports if self._metric.name in r.metrics):
+            name, value = report.experiment.id, self._metric.of(report.metrics)
+            best, since = self._history.get(name, (math.nan, 0))
+            improved = self._metric.is_better(value, best, self._min_delta)
+            self._history[name] = (value, 0) if improved else (best, since + 1)
+            if self._target is not None and self._metric.reaches(value, self._target):
+                verdicts[name] = Stop(f"{self._metric.name}={value:g} reached the target of {self._target:g}")
+            elif self._patience is not None and self._history[name][1] >= self._patience and name not in verdicts:
+                more = f" by more than {self._min_delta:g}" if self._min_delta else ""
+                count = f"{self._patience} measurements" if self._patience > 1 else "one measurement"
+                verdicts[name] = Stop(f"{self._metric.name} has not improved{more} in {count}")
+        for name, verdict in verdicts.items():
+            if isinstance(verdict, Copy):
+                self._history.pop(name, None)
+        return verdicts
+
+    def ended(self, ending: Ending) -> None:
+        self._history.pop(ending.experiment.id, None)
+        self.inner.ended(ending)
+
+    def known(self) -> Sequence[Experiment]:
+        return self.inner.known()
+
+    def keep(self, file: Path, name: str) -> None:
+        self.inner.keep(file, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "history": {name: list(h) for name, h in self._history.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.inner.load_state_dict(state["inner"])
+        self._history = {str(name): (float(best), int(since)) for name, (best, since) in state["history"].items()}
+
+    @property
+    def count(self) -> int:
+        return self.inner.count
