@@ -6,6 +6,7 @@ lanes' state must be equal. What is kept is read off the segments.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -37,7 +38,8 @@ class Tall(coalesce.Task):
         self.blocks, self.size, self.aux, self.twice, self.batch = blocks, size, aux, twice, batch
 
     def data(self) -> coalesce.Data:
-        return coalesce.Data(train=torch.randn(self.batch, self.size, dtype=torch.float64))
+        generator = torch.Generator().manual_seed(7)
+        return coalesce.Data(train=torch.randn(self.batch, self.size, generator=generator, dtype=torch.float64))
 
     def model(self) -> nn.Module:
         return nn.Sequential(*[self.block() for _ in range(self.blocks)]).double()
@@ -151,6 +153,75 @@ def test_an_update_comes_after_the_copy_that_reads_its_parameter() -> None:
             assert not written & set(node.all_input_nodes), node
             if node.target is torch.ops.aten.copy_.default:
                 written.add(node.args[0])
+
+
+class Borrowing(Tall):
+    """Blocks that read parameters of the next one, which would be updated, if nothing waited, before the block is
+    computed again.
+
+    Args:
+        detached: whether this read brings no gradient, or is a tied use.
+    """
+
+    def __init__(self, detached: bool = True, blocks: int = 3):
+        super().__init__(blocks)
+        self.detached = detached
+
+    def block(self) -> nn.Module:
+        return Borrower(self.size, self.detached)
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        assert isinstance(model, nn.Sequential)
+        for block, lender in itertools.pairwise(model):
+            # in a list, so that the layer stays the lender's
+            block.lenders = [lender.last]
+        return model
+
+
+class Borrower(nn.Module):
+    """What is borrowed is added: the backward pass of an addition reads nothing, so that the copy alone reads it."""
+
+    def __init__(self, size: int, detached: bool):
+        super().__init__()
+        self.first, self.last = nn.Linear(size, size), nn.Linear(size, size)
+        self.detached = detached
+        self.lenders: list[nn.Linear] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for lender in self.lenders:
+            for tensor in (lender.bias, lender.weight[0]):
+                h = h + (tensor.detach() if self.detached else tensor)
+        return torch.tanh(self.last(F.gelu(h)))
+
+
+@pytest.mark.parametrize(("detached", "again"), [(True, "auto"), (True, ("0",)), (False, "auto")])
+def test_a_borrowed_parameter_is_read_as_it_was(detached: bool, again: Any) -> None:
+    """Trap C in a third dress: a piece that is computed again reads a parameter whose gradient was born long before.
+    Rates at which one step moves the weights by as much as they are."""
+    given = {"detached": detached}
+    experiments = [experiment(Borrowing, given, {"name": "sgd", "lr": 5.0 * i}, steps=STEPS, seed=i) for i in (1, 2)]
+    _, mine = compared(experiments, again)
+    for lane, one in enumerate(experiments):
+        assert worst(mine, lane, train_alone(one).model) <= 1e-12
+
+
+def test_a_borrowed_parameter_in_compile_step() -> None:
+    """The same beside a plain loop in the one lane of `compile_step`, which places its updates itself."""
+    task = Borrowing()
+    model, twin = task.model(), task.model()
+    twin.load_state_dict(model.state_dict())
+    optimizer, ours = (torch.optim.SGD(m.parameters(), lr=5.0) for m in (model, twin))
+    step = coalesce.compile_step(twin, task.loss, ours, checkpoint="auto", compile=False)
+    for _ in range(STEPS):
+        batch = torch.randn(32, 8, dtype=torch.float64)
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.step()
+        step(batch)
+    for one, other in zip(twin.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_what_auto_and_a_number_mean() -> None:
