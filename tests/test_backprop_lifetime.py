@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -184,6 +185,61 @@ def test_an_error_in_the_middle_of_a_walk_leaves_no_gradients() -> None:
     model(ONE).backward()
     optimizer.step()
     assert plain.w.item() < 1
+
+
+class Failing(torch.optim.SGD):
+    """Its update of one parameter fails as often as it is told to."""
+
+    def __init__(self, model: nn.Module, name: str):
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+        self.fails, self.left = model.get_parameter(name), [0]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (parameter,) = (p for group in self.param_groups for p in group["params"])
+        if parameter is self.fails and self.left[0]:
+            self.left[0] -= 1
+            raise ZeroDivisionError("mine")
+        super().step()
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": math.inf}, {"accumulate": 2}], ids=str)
+def test_an_update_that_fails_half_way_says_so_and_the_saved_state_goes_on(options: dict[str, Any]) -> None:
+    given, plain = network(), network()
+    model, optimizer = coalesce.BackProp(given, failing := Failing(given, "3.weight"), **options)
+    parts = options.get("accumulate", 1)
+    reference = sgd(plain)
+    train(model, optimizer, 2, accumulate=parts)
+    train(plain, reference, 2, accumulate=parts)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+    failing.left[0] = 1
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        train(model, optimizer, 1, accumulate=parts)
+    (note,) = caught.value.__notes__
+    assert "some parameters may be updated, others not" in note
+    assert "Load the last saved state to go on" in note
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, saved[0][name])}
+    # from the last layer to the first, or, clipped, in the model's order
+    assert moved == ({"0.weight", "0.bias"} if options == {"clip_norm": math.inf} else {"5.weight", "5.bias", "3.bias"})
+    assert all(parameter.grad is None for parameter in given.parameters())
+    # not even the gradients are left to step on
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        optimizer.step()
+
+    # the way out
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert train(model, optimizer, 5, accumulate=parts) == train(plain, reference, 5, accumulate=parts)
+    assert_same_weights(model, plain)
+
+
+def test_what_fails_before_the_first_update_leaves_nothing_half_done() -> None:
+    """Nothing is said of a step half way where no step has begun."""
+    given = network()
+    _, optimizer = coalesce.BackProp(given, sgd(given))
+    with pytest.raises(RuntimeError, match="without a gradient") as caught:
+        optimizer.step()
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_copies_and_pickles_are_refused_with_the_way_out() -> None:

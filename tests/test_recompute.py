@@ -174,6 +174,8 @@ class Borrowing(Tall):
         model = super().model()
         assert isinstance(model, nn.Sequential)
         for block, lender in itertools.pairwise(model):
+            assert isinstance(block, Borrower)
+            assert isinstance(lender, Borrower)
             # in a list, so that the layer stays the lender's
             block.lenders = [lender.last]
         return model

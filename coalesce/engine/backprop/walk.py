@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -212,13 +213,15 @@ class Walk:
             self._add_up(self.pending[:-1])
             self._restore()
             if self.clip_norm is None:
-                self._go(last, "updating")
+                with _halfway():
+                    self._go(last, "updating")
             else:
                 self._go(last, "adding")
                 self._clip(self._with_gradients())
             # used in an earlier micro-batch only, clipped, or no part of the model
-            for parameter in self._with_gradients():
-                self._use(parameter)
+            with _halfway():
+                for parameter in self._with_gradients():
+                    self._use(parameter)
         finally:
             self.drop()
             # the step of a second optimiser must not pass over them in silence
@@ -251,12 +254,6 @@ class Walk:
                     )
                 if output is not None and gradient is not None and wanted:
                     torch.autograd.backward(output, gradient, inputs=wanted)
-        except BaseException as error:
-            if stage == "updating":
-                error.add_note(HALFWAY)
-                if "modified by an inplace operation" in str(error):
-                    error.add_note(CHANGED_TOO_EARLY)
-            raise
         finally:
             self.stage = "idle"
 
@@ -302,6 +299,18 @@ class Walk:
     def _unmark(self) -> None:
         unmark(self._marked)
         self._marked.clear()
+
+
+@contextmanager
+def _halfway() -> Iterator[None]:
+    """What fails in the block tells that the step stands in its middle."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(HALFWAY)
+        if "modified by an inplace operation" in str(error):
+            error.add_note(CHANGED_TOO_EARLY)
+        raise
 
 
 def _let_go(handles: list[RemovableHandle], marked: list[Tensor]) -> None:
