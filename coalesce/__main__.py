@@ -22,7 +22,8 @@ from yaml import YAMLError
 
 from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
 from coalesce.configuration.language import register_resolvers
-from coalesce.errors import ConfigError, TaskError, nearest
+from coalesce.errors import ConfigError, RunFolderError, TaskError, nearest
+from coalesce.store.signals import Interrupted
 
 if TYPE_CHECKING:
     from coalesce.configuration.hydra import Order
@@ -36,8 +37,9 @@ def main() -> int:
     """Run the command line.
 
     Returns:
-        The exit code: 0, whatever became of the experiments, diverged ones included; 1 if one failed; 2 if the
-        command or its configuration was refused, and nothing was written.
+        The exit code: 0, whatever became of the experiments, diverged ones included; 1 if one failed, or the run
+        folder could not be written; 2 if the command or its configuration was refused, and nothing was written; and
+        if a signal ended the run, that of `store.signals.EXIT_CODES`.
     """
     # the console script, unlike `python -m`, does not find modules in the folder where it is called
     if os.getcwd() not in sys.path and "" not in sys.path:
@@ -57,9 +59,9 @@ def main() -> int:
     others = [argument for argument in arguments if argument not in flags.overrides]
     try:
         return _run_hydra([*adapt(flags.overrides), *others], flags.overrides)
-    except (KeyboardInterrupt, BdbQuit):  # the latter is "quit" at a breakpoint
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, BdbQuit) as stop:  # the latter is "quit" at a breakpoint
+        print(stop if isinstance(stop, Interrupted) else "interrupted", file=sys.stderr)
+        return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
 
 
 def conf_folder() -> Path:
@@ -115,7 +117,7 @@ def _app(config: DictConfig) -> int:
             return run_order(order)
     except ConfigError as error:
         return _refuse(str(error))
-    except TaskError as error:
+    except (TaskError, RunFolderError) as error:
         print(f"coalesce: {error}", file=sys.stderr)
         return FAILED
 

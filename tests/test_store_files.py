@@ -87,11 +87,47 @@ write_json(Path(sys.argv[1]), {"new": 1})
     assert all(left.name.startswith(".") and left.suffix == ".tmp" for left in tmp_path.iterdir() if left != path)
 
 
-def test_others_may_read(tmp_path: Path) -> None:
-    files.write_text(tmp_path / "file", "text")
+@pytest.mark.parametrize("kind", WRITERS)
+def test_others_may_read(kind: str, tmp_path: Path) -> None:
+    WRITERS[kind](tmp_path / "file")
     plain = tmp_path / "plain"
     plain.write_text("text")
     assert (tmp_path / "file").stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_a_folder_that_is_gone_is_the_systems_error(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"No such file|non-existent"):
+        WRITERS[kind](tmp_path / "gone" / "file")
+
+
+def test_a_disk_that_is_full_is_the_systems_error(tmp_path: Path) -> None:
+    """The disk is the limit that the system sets on a file's size."""
+    code = """
+import resource, signal, sys
+import pandas as pd, torch
+from pathlib import Path
+from coalesce.store import files
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+values = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
+frame = pd.DataFrame({"a": values.numpy()})
+path = Path(sys.argv[1])
+for write in (
+    lambda: files.write_parquet(path, frame),
+    lambda: files.write_csv(path, frame),
+    lambda: files.write_safetensors(path, {"a": values}),
+    lambda: files.write_bytes(path, b"x" * 10_000),
+):
+    try:
+        write()
+    except OSError as error:
+        print(error.strerror)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.stdout.count("File too large") == 4, done
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_round_trip(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def test_a_finished_run_comes_back_as_it_was(tmp_path: Path) -> None:
     assert json.loads(csv["optimizer.betas"][2]) == [0.5, 0.9]
     assert csv["val/accuracy"].tolist() == expected["val/accuracy"].tolist()
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
+    # some versions of filelock leave the file, unlocked
+    assert names - {".lock"} == {
         *("config.yaml", "environment.json", "plan.json", "log.txt"),
         *("metrics", "results", "results.parquet", "results.csv", "history.parquet"),
     }
@@ -209,7 +210,8 @@ def test_a_broken_off_run_is_summed_up_and_says_why(tmp_path: Path) -> None:
     log = (tmp_path / "log.txt").read_text().splitlines()
     assert f"WARNING {ORDER[0]} (optimizer.lr=0.1" in log[1]
     assert log[1].endswith("diverged after 7 steps: the loss is NaN")
-    assert log[2].endswith("ERROR broke off (RuntimeError: out of memory): 1 of 8 experiments ended")
+    assert log[2].endswith("ERROR broke off (RuntimeError: out of memory)")
+    assert log[3].endswith("INFO closed: 1 of 8 experiments ended")
     pd.to_datetime([line[:19] for line in log], format="%Y-%m-%d %H:%M:%S")
 
 

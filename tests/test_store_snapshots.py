@@ -274,7 +274,7 @@ def test_a_disk_that_is_full_leaves_the_one_before(tmp_path: Path, monkeypatch: 
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    for name, holder in (("fsync", os), ("replace", os), ("save_file", module)):
+    for name, holder in (("fsync", os), ("replace", os), ("save_safetensors", module)):
         with monkeypatch.context() as patched:
             patched.setattr(holder, name, full)
             with pytest.raises(OSError, match="No space left"):

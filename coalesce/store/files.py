@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from typing import Any
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -106,7 +108,29 @@ def write_csv(path: Path, frame: pd.DataFrame) -> None:
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write named tensors. Tied ones (two names, one memory) are written twice, since the format has no sharing."""
     with atomic(path) as temporary:
-        save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, temporary)
+        save_safetensors({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, temporary)
+
+
+def save_safetensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """What `safetensors.torch.save_file` does, with the system's errors as such and a file that others may read.
+
+    Args:
+        tensors: each in memory of its own.
+        path: a temporary file.
+        metadata: text beside the tensors.
+    """
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(path)) from error
+    # safetensors writes into a temporary file of its own, which is its owner's alone
+    path.chmod(mode)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:

@@ -172,11 +172,11 @@ class RunPaths:
             self.folder / "metrics",
             self.folder / "results",
         )
-        found = [path for folder in folders for path in folder.glob(".*.tmp")]
         if self.job is None:
-            return found
+            # the latter are safetensors' own
+            return [path for folder in folders for name in (".*.tmp", ".tmp*") for path in folder.glob(name)]
         # another job's may be in use; what is named after no job is left lying
-        return [path for path in found if path.name.startswith(f".{self._prefix}")]
+        return [path for folder in folders for path in folder.glob(f".{self._prefix}*.tmp")]
 
     def metric_part(self, number: int) -> Path:
         """A part of the history."""

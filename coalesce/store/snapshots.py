@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from coalesce.errors import RunFolderError
 from coalesce.runner.snapshot import Snapshot
 from coalesce.store.environment import version
-from coalesce.store.files import atomic
+from coalesce.store.files import atomic, save_safetensors
 from coalesce.store.paths import RunPaths
 
 logger = logging.getLogger("coalesce")
@@ -125,7 +124,7 @@ def write_snapshot(paths: RunPaths, number: int, snapshot: Snapshot) -> Path:
         return named[0]
 
     with atomic(paths.snapshot_folder / f"snapshot-{number:05d}", name) as temporary:
-        save_file(tensors, temporary, metadata)
+        save_safetensors(tensors, temporary, metadata)
     return named[0]
 
 

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from coalesce.errors import RunFolderError
 from coalesce.experiment import Experiment
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
+from coalesce.runner.snapshot import Snapshot
 from coalesce.store.environment import environment
 from coalesce.store.files import write_csv, write_json, write_parquet, write_safetensors, write_text
 from coalesce.store.frames import Row, history_frame, raw_frame
+from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
 from coalesce.store.read import assemble_history, assemble_results
+from coalesce.store.signals import Interrupted, Signals
+from coalesce.store.snapshots import Snapshots
 
 logger = logging.getLogger("coalesce")
 
@@ -28,9 +35,15 @@ class RunWriter(Listener):
     disk every few seconds, and always before the result of the experiment that they belong to. Parts are never
     rewritten; a writer on a folder that has parts goes on behind them.
 
+    The folder is locked from `started` to `closed`. Every ``trainer.snapshot_minutes`` the lanes are snapshotted. So
+    they are when SIGINT, SIGTERM or SIGUSR1 came, which ends the run at the next host boundary by `Interrupted`; while
+    graphs are compiled there is nothing to save, and it ends at once.
+
     Args:
         paths: the run folder; `RunPaths.create` makes a new one.
         configuration: the resolved configuration as YAML text.
+        lock: of the folder, where it is held already.
+        snapshots: of the folder, where one of them was read to go on from.
         metrics_every_s: seconds after which recorded metrics are written.
         results_every_s: seconds after which an ended experiment is written even if no host boundary comes.
         metrics_rows: recordings after which metrics are written without waiting.
@@ -42,6 +55,8 @@ class RunWriter(Listener):
         paths: RunPaths,
         configuration: str = "",
         *,
+        lock: RunLock | None = None,
+        snapshots: Snapshots | None = None,
         metrics_every_s: float = 5.0,
         results_every_s: float = 1.0,
         metrics_rows: int = 20_000,
@@ -61,8 +76,26 @@ class RunWriter(Listener):
         self._next_part = {"metrics": 0, "results": 0}
         self._handler: logging.Handler | None = None
         self._level = logging.NOTSET
+        self._lock = lock or RunLock(paths)
+        self._locked = False
+        self._signals = Signals()
+        self._snapshots = snapshots or Snapshots(paths)
+        self._snapshot_every_s: float | None = None
+        self._snapshot_at = 0.0
 
     def started(self, plan: Plan) -> None:
+        self._lock.acquire()
+        self._locked = True
+        # from here on a signal waits: nothing of the folder is left half made
+        self._signals.install()
+        with self._writing():
+            self._start(plan)
+        self._end_if_asked()
+        self._signals.at_once = True
+
+    def _start(self, plan: Plan) -> None:
+        for left in self.paths.leftovers():
+            left.unlink(missing_ok=True)
         for folder in (self.paths.metric_part(0).parent, self.paths.result_part(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
         # what an earlier process summed up is out of date from now on; `load` assembles the parts meanwhile
@@ -70,6 +103,11 @@ class RunWriter(Listener):
             table.unlink(missing_ok=True)
         self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
         self._open_log()
+        for path, why in self._snapshots.damaged.items():
+            logger.warning("the snapshot %s was damaged (%s) and is not used", path, why)
+        minutes = plan.trainer.snapshot_minutes
+        self._snapshot_every_s = None if minutes is None else 60 * minutes
+        self._snapshot_at = self.clock()
         self._plan = plan_json(plan)
         write_text(self.paths.configuration, self.configuration)
         write_json(self.paths.environment, environment(plan.trainer.device))
@@ -83,26 +121,35 @@ class RunWriter(Listener):
         )
 
     def compiling(self, cohort: int, what: str) -> None:
+        self._signals.at_once = False
         logger.info("cohort %d: compiling %s", cohort, what)
         self.flush()
+        self._end_if_asked()
+        self._signals.at_once = True
 
     def checking(self, cohort: int) -> None:
+        self._signals.at_once = False
         logger.info("cohort %d: checking against plain PyTorch", cohort)
+        self._end_if_asked()
+        self._signals.at_once = True
 
     def metrics(self, experiment: Experiment, step: int, values: Mapping[str, Any]) -> None:
+        self._signals.at_once = False
         if not self._rows:
             self._rows_since = self.clock()
         self._rows.append((experiment.id, step, {name: float(value) for name, value in values.items()}))
         self._flush_if_due()
 
     def ended(self, result: Result) -> None:
+        self._signals.at_once = False
         level = logging.INFO if result.status in ("finished", "stopped") else logging.WARNING
         message = f": {result.message}" if result.message else ""
         logger.log(level, "%s %s after %d steps%s", result.experiment, result.status, result.steps, message)
         if result.weights is not None:
             # at once: the lane that they lie in may be refilled before the next boundary
-            self.paths.weights_folder.mkdir(exist_ok=True)
-            write_safetensors(self.paths.weights(result.experiment.id), result.weights)
+            with self._writing():
+                self.paths.weights_folder.mkdir(exist_ok=True)
+                write_safetensors(self.paths.weights(result.experiment.id), result.weights)
         if not self._results:
             self._results_since = self.clock()
         self._results.append(dataclasses.replace(result, weights=None))
@@ -114,30 +161,80 @@ class RunWriter(Listener):
         else:
             self._flush_if_due()
 
-    def closed(self, error: BaseException | None) -> None:
-        if self._plan is None:  # it broke off before it started: there is no run to sum up
+    def wants_boundary(self) -> bool:
+        """Whether the run should come to a host boundary soon, out of turn: a signal waits for being obeyed."""
+        return self._signals.seen is not None
+
+    def snapshot(self, take: Callable[[], Snapshot]) -> None:
+        self._signals.at_once = False
+        if self._signals.seen is None and not self._snapshot_is_due():
             return
-        try:
+        with self._writing():
+            # first what was measured up to here: what a snapshot has behind it is not measured again
             self.flush()
-            results = assemble_results(self.paths, self._plan)
-            write_parquet(self.paths.history, assemble_history(self.paths, self._plan))
-            write_csv(self.paths.results_csv, results)
-            write_parquet(self.paths.results, results)
-            if error is None:
-                logger.info("closed: %d of %d experiments ended", len(results), len(self._plan["experiments"]))
-            else:
-                logger.error(
-                    "broke off (%s: %s): %d of %d experiments ended",
-                    type(error).__name__,
-                    error,
-                    len(results),
-                    len(self._plan["experiments"]),
-                )
+            path = self._snapshots.write(take())
+        self._snapshot_at = self.clock()
+        logger.info("snapshot %s", path.name)
+        self._end_if_asked()
+
+    def closed(self, error: BaseException | None) -> None:
+        self._signals.at_once = False
+        try:
+            if self._plan is not None:  # else it broke off before it started: there is no run to sum up
+                self._close(self._plan, error)
         finally:
             self._close_log()
+            self._signals.restore()
+            if self._locked:
+                self._locked = False
+                self._lock.release()
+
+    def _close(self, plan: dict[str, Any], error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("broke off (%s: %s)", type(error).__name__, error)
+        try:
+            with self._writing():
+                self.flush()
+                results = assemble_results(self.paths, plan)
+                write_parquet(self.paths.history, assemble_history(self.paths, plan))
+                write_csv(self.paths.results_csv, results)
+                write_parquet(self.paths.results, results)
+        except RunFolderError as late:
+            if error is None:
+                raise
+            # the first failure is the one to tell; this one often follows from it
+            logger.error("not summed up: %s", late)
+            return
+        logger.info("closed: %d of %d experiments ended", len(results), len(plan["experiments"]))
+
+    def _end_if_asked(self) -> None:
+        if self._signals.seen is not None:
+            raise Interrupted(self._signals.seen)
+
+    def _snapshot_is_due(self) -> bool:
+        every_s = self._snapshot_every_s
+        return every_s is not None and self.clock() - self._snapshot_at >= every_s
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Say of an error of the system's what it means for the run."""
+        try:
+            yield
+        except RunFolderError:
+            raise
+        except OSError as error:
+            raise cannot_write(self.paths, error) from error
 
     def flush(self) -> None:
-        """Write what is held in memory. Metrics first: a result on disk has its whole history beside it."""
+        """Write what is held in memory. Metrics first: a result on disk has its whole history beside it.
+
+        Raises:
+            RunFolderError: the disk is full, or the folder is gone.
+        """
+        with self._writing():
+            self._flush()
+
+    def _flush(self) -> None:
         if self._rows:
             number = self._next_part["metrics"]
             write_parquet(self.paths.metric_part(number), history_frame(self._rows))
@@ -157,7 +254,7 @@ class RunWriter(Listener):
             self.flush()
 
     def _open_log(self) -> None:
-        self._handler = logging.FileHandler(self.paths.log, encoding="utf-8")
+        self._handler = _LogFile(self.paths.log, encoding="utf-8")
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._level = logger.level
         logger.setLevel(min(logger.level or logging.INFO, logging.INFO))
@@ -169,6 +266,18 @@ class RunWriter(Listener):
             logger.setLevel(self._level)
             self._handler.close()
             self._handler = None
+
+
+class _LogFile(logging.FileHandler):
+    """A log that keeps still about a disk that is full: whoever writes results tells it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
