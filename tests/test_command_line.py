@@ -19,8 +19,9 @@ import coalesce
 import coalesce.__main__ as command_line
 from cli_for_tests import CommandLine
 from coalesce.configuration.hydra import Order
-from coalesce.errors import ConfigError, Problem, TaskError
+from coalesce.errors import ConfigError, Problem, RunFolderError, TaskError
 from coalesce.optim import OPTIMIZERS
+from coalesce.store.signals import Interrupted
 
 ROOT = Path(coalesce.__file__).parent.parent
 
@@ -413,6 +414,21 @@ def test_an_interrupt_ends_quietly(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(command_line, "run_order", interrupted)
     monkeypatch.setattr(sys, "argv", ["coalesce"])
     assert command_line.main() == 130
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 75)])
+def test_a_signal_is_an_exit_code(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert codes(monkeypatch, tmp_path, Interrupted(name)) == code
+    assert capsys.readouterr().err == f"{name} has ended the run\n"
+
+
+def test_a_run_folder_that_cannot_be_written_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert codes(monkeypatch, tmp_path, RunFolderError("the run folder is full")) == 1
+    assert capsys.readouterr().err == "coalesce: the run folder is full\n"
 
 
 def test_the_environment_is_left_as_it_was(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,12 +328,15 @@ def test_recording_is_cheap(tmp_path: Path) -> None:
     writing = writer(tmp_path)
     writing.started(plan(experiments))
     values = {"train/loss": 0.5, "train/accuracy": 0.5, "val/loss": 0.5, "val/accuracy": 0.5}
-    began = time.process_time()
-    for step in range(100, 2001, 100):
-        for one in experiments:
-            writing.metrics(one, step, values)
-        writing.advanced(progress(step, 2000))
+    taken = []
+    for start in (0, 2000, 4000):  # the least of three: a machine that is busy otherwise may stand still for seconds
+        began = time.process_time()
+        for step in range(start + 100, start + 2001, 100):
+            for one in experiments:
+                writing.metrics(one, step, values)
+            writing.advanced(progress(step, 6000))
+        taken.append(time.process_time() - began)
     # 20 boundaries: 60 ms each would be a tenth; the bound is a fifth of that
-    assert time.process_time() - began < 20 * 0.06 / 5
+    assert min(taken) < 20 * 0.06 / 5
     writing.closed(None)
-    assert len(load_history(tmp_path)) == 64 * 20 * 4
+    assert len(load_history(tmp_path)) == 64 * 60 * 4
