@@ -351,9 +351,9 @@ def test_everything_is_reported_at_once(cli: CommandLine) -> None:
 # exit codes
 
 
-def codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: Exception | int) -> int:
+def codes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcome: BaseException | int) -> int:
     def run_order(order: Order) -> int:
-        if isinstance(outcome, Exception):
+        if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
