@@ -132,6 +132,29 @@ def test_a_convolution_without_a_bias_on_one_sample() -> None:
     torch.testing.assert_close(vmap(lane)(KEYS, x[:, 0], weight), right)
 
 
+@pytest.mark.parametrize(
+    ("function", "settings", "name"),
+    [
+        (F.conv1d, {"stride": 2, "padding": 3, "dilation": 4, "groups": 5}, "conv1d input=10x9 weight=10x2x2 "),
+        (
+            F.conv_transpose1d,
+            {"stride": 3, "padding": 4, "output_padding": 2, "groups": 5, "dilation": 6},
+            "conv_transpose1d input=10x9 weight=10x2x2 ",
+        ),
+    ],
+)
+def test_settings_by_place_and_by_name(function: Any, settings: dict[str, int], name: str) -> None:
+    """In torch's order, which is not the same for both."""
+    x, weight, notes = torch.randn(3, 10, 9), torch.randn(10, 2, 2), Notes()
+    with Rules(KEYS[0], STEP, {}, notes):
+        found = function(x, weight, None, *settings.values()), function(input=x, weight=weight, **settings)
+    for one in found:
+        assert torch.equal(one, function(x, weight, **settings))
+    ((known, _),) = notes.convolutions.items()
+    assert known.startswith(name)
+    assert all(f"{setting}={value}" in known for setting, value in settings.items())
+
+
 def test_what_lanes_have_in_common_stays_one_convolution() -> None:
     """Data of an evaluation: folding the lanes into the output channels is one dense convolution."""
     _, (weight,), x = _build("no bias")

@@ -1,13 +1,14 @@
 """Convolution: one of several lowerings, the one that was fastest for this shape.
 
-By itself vmap makes one grouped convolution of all lanes. Which way is the fastest differs by a factor of ten either
-way: with the number of channels, the size of the image, the library and the device (`python -m benchmarks.convolution`,
-docs/log.md). So it is measured, once per shape, while a run is planned (`engine.measure`), and the plan says what all
-jobs take. A shape that was not measured takes vmap's way.
+By itself vmap makes one grouped convolution of all lanes. Which way is the fastest depends on the number of channels,
+the size of the image, the library and the device (`python -m benchmarks.convolution`, docs/log.md). So it is measured,
+once per shape, while a run is planned (`engine.measure`), and the plan says what all jobs take. A shape that was not
+measured takes vmap's way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,25 +19,45 @@ from torch.nn import functional as F
 from coalesce.engine.rules.lowerings import LOWERINGS, Convolution
 from coalesce.engine.rules.mode import Rules, rule, shared
 
+#: What torch takes behind input, weight and bias, in its order.
+_FORWARD = ("stride", "padding", "dilation", "groups")
+_TRANSPOSED = ("stride", "padding", "output_padding", "groups", "dilation")
+
+_DEFAULTS = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
+
+
+def _rule(function: Callable[..., Tensor], names: Sequence[str]) -> None:
+    """Register what stands for one of torch's functions, whose settings have these names."""
+
+    def convolution(
+        rules: Rules, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        settings = {**_DEFAULTS, **dict(zip(names, args, strict=False)), **kwargs}
+        torchs = functools.partial(rules.open, function, input, weight, bias, *args, **kwargs)
+        return _convolve(rules, torchs, "output_padding" in names, input, weight, bias, **settings)
+
+    rule(function)(convolution)
+
 
 def _convolve(
     rules: Rules,
-    function: Callable[..., Tensor],
-    given: tuple[Any, ...],
+    torchs: Callable[[], Tensor],
+    transposed: bool,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     stride: Any,
     padding: Any,
+    dilation: Any,
     output_padding: Any,
     groups: int,
-    dilation: Any,
 ) -> Tensor:
-    """Call a function of torch's, or what stands for it.
+    """Convolve by the lowering that was chosen.
 
     Args:
-        function: of torch's, and ``given`` all of its arguments: input, weight and bias first.
+        torchs: the same by torch's own function.
     """
-    x, weight, bias = given[:3]
     dims = weight.dim() - 2
-    transposed = function in _TRANSPOSED
     if padding == "valid":
         padding = 0
     elif padding == "same":
@@ -44,9 +65,9 @@ def _convolve(
         padding = [r // 2 for r in reach]
         if any(r % 2 for r in reach):
             # torch pads one side more
-            return rules.open(function, *given)
+            return torchs()
     if x.dim() not in (dims + 1, dims + 2):
-        return rules.open(function, *given)
+        return torchs()
     batch = x if x.dim() == dims + 2 else x[None]
     convolution = Convolution(
         input=tuple(batch.shape[1:]),
@@ -63,7 +84,7 @@ def _convolve(
     chosen = LOWERINGS.get(rules.lowerings.get(str(convolution), ""))
     # what all lanes have in common (data of an evaluation) makes one large convolution of all of them
     if chosen is None or shared(x) or shared(weight):
-        return rules.open(function, *given)
+        return torchs()
     result = chosen.run(batch, weight, convolution)
     if bias is not None:
         result = result + bias.view(-1, *[1] * dims)
@@ -83,44 +104,7 @@ def _dtype(x: Tensor) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _forward(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolution(
-        rules: Rules,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        given = input, weight, bias, stride, padding, dilation, groups
-        return _convolve(rules, function, given, stride, padding, 0, groups, dilation)
-
-    return convolution
-
-
-def _transposed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def convolution(
-        rules: Rules,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Tensor:
-        given = input, weight, bias, stride, padding, output_padding, groups, dilation
-        return _convolve(rules, function, given, stride, padding, output_padding, groups, dilation)
-
-    return convolution
-
-
-_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-
-_FORWARD = (F.conv1d, F.conv2d, F.conv3d)
-
-for _function in (*_FORWARD, *_TRANSPOSED):
-    rule(_function)(_forward(_function) if _function in _FORWARD else _transposed(_function))
+for _function in (F.conv1d, F.conv2d, F.conv3d):
+    _rule(_function, _FORWARD)
+for _function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
+    _rule(_function, _TRANSPOSED)

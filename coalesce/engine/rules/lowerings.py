@@ -153,20 +153,18 @@ def _gradient(gradient: Tensor, x: Tensor, weight: Tensor, arguments: Sequence[A
     return _GRADIENT(gradient, x, weight, None, *arguments, wanted)[which]
 
 
+#: `Convolution.arguments`, as an operator takes them.
+_ARGUMENTS = (
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+)
+
+
 # One operator each, so that a graph of sixty lanes has one call to compile, and blocks that look alike are alike.
-@torch.library.custom_op("coalesce::convolutions", mutates_args=())
-def _convolutions(
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "coalesce::convolutions", mutates_args=(), schema=f"(Tensor x, Tensor weight, {_ARGUMENTS}) -> Tensor"
+)
+def _convolutions(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     """(K, B, C, L…), (K, *weight) → (K, B, O, M…)."""
-    arguments = stride, padding, dilation, transposed, output_padding, groups
     pairs = zip(x.unbind(), weight.unbind(), strict=True)
     return torch.stack([torch.ops.aten.convolution(a, b, None, *arguments) for a, b in pairs])
 
@@ -177,23 +175,16 @@ def _(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     return x.new_empty((x.shape[0], *one.shape))
 
 
-@torch.library.custom_op("coalesce::convolutions_gradient", mutates_args=())
-def _convolutions_gradient(
-    gradient: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-    which: int,
-) -> Tensor:
+@torch.library.custom_op(
+    "coalesce::convolutions_gradient",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor x, Tensor weight, {_ARGUMENTS}, SymInt which) -> Tensor",
+)
+def _convolutions_gradient(gradient: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
     """(K, B, O, M…), (K, B, C, L…), (K, *weight) → the gradient of the input (``which`` = 0) or of the weight (1)."""
-    arguments = stride, padding, dilation, transposed, output_padding, groups
+    *settings, which = arguments
     lanes = zip(gradient.unbind(), x.unbind(), weight.unbind(), strict=True)
-    return torch.stack([_gradient(*lane, arguments, which) for lane in lanes])
+    return torch.stack([_gradient(*lane, settings, which) for lane in lanes])
 
 
 @_convolutions_gradient.register_fake
