@@ -129,13 +129,13 @@ def test_equals_its_original_in_float64(row: Row, shape: tuple[int, ...]) -> Non
 
 @rows
 def test_equals_its_original_in_float32(row: Row) -> None:
-    """No farther from the original in float64 than twice as far as the original in float32 is: how rounding grows over
-    the steps is the rule's and the processor's affair (Adadelta with rho = 0 multiplies it by a hundred)."""
     lanes, originals = train(row, (3, 2), torch.float32, 100)
     _, exact = train(row, (3, 2), torch.float64, 100)
-    mine, theirs = ((found.params - exact.params).abs().amax((1, 2)) for found in (lanes, originals))
-    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23
-    assert (mine <= 2 * theirs + 1.2e-5).all(), (mine, theirs)
+    off = (lanes.params - originals.params).abs().amax((1, 2))
+    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23. In a lane
+    # where rounding grows over the steps (Adadelta with rho = 0), as far as the original itself strays from float64.
+    bound = (originals.params - exact.params).abs().amax((1, 2)).clamp(min=1.2e-5)
+    assert (off <= bound).all(), (off, bound)
 
 
 @rows
