@@ -4,9 +4,11 @@
 
 A stack of blocks Linear-GELU-Linear-Tanh with Adam. In lanes (``trainer.checkpoint``, compiled and operation by
 operation) and as one model in a plain loop (`coalesce.checkpoint_pieces`): the peak of a step above its resting state,
-MiB, and milliseconds per step. Each peak is the high-water mark of a process of its own, as in `benchmarks.memory`. The
-times are another process's: the ruler has every tensor fetched from the system anew, which costs most where most is
-computed again. The plain loop's peak holds all gradients beside the activations; they are counted apart.
+MiB, and milliseconds per step. The plain loop's peak holds all gradients beside the activations; they are counted
+apart. Its control has `torch.utils.checkpoint` written by hand around each block, or around the whole model for 1.
+
+Each peak is the high-water mark of a process of its own, as in `benchmarks.memory`. The times are another process's:
+the ruler has every tensor fetched from the system anew, which costs most where most is computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import coalesce
 from coalesce.configuration import make_experiments, rides
@@ -36,6 +39,15 @@ SETTINGS = {"none": None, "auto": "auto", "4": 4, "1": 1}
 def stack(blocks: int, size: int) -> nn.Module:
     layers = [nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, size), nn.Tanh()) for _ in range(blocks)]
     return nn.Sequential(*layers)
+
+
+class ByHand(nn.Sequential):
+    """Each of its modules in a checkpoint of torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        for module in self:
+            input = checkpoint(module, input, use_reentrant=False)
+        return input
 
 
 class Blocks(coalesce.Task):
@@ -74,10 +86,12 @@ def lanes_step(options: Any, setting: Any, compiled: bool) -> Callable[[], Any]:
     return lambda: lanes.advance(1)
 
 
-def plain_step(options: Any, setting: Any) -> Callable[[], Any]:
+def plain_step(options: Any, setting: Any, by_hand: bool = False) -> Callable[[], Any]:
     """One forward and backward pass of one model; the gradients are there before, and stay."""
     model = stack(options.blocks, options.size)
-    if setting is not None:
+    if setting is not None and by_hand:
+        model = ByHand(model) if setting == 1 else ByHand(*model.children())
+    elif setting is not None:
         coalesce.checkpoint_pieces(model, setting)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -89,6 +103,7 @@ KINDS: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
     "lanes, compiled": lambda o, s: lanes_step(o, s, True),
     "lanes, op by op": lambda o, s: lanes_step(o, s, False),
     "one model, plain loop": plain_step,
+    "one model, torch.utils.checkpoint": lambda o, s: plain_step(o, s, by_hand=True),
 }
 
 

@@ -132,8 +132,8 @@ def test_equals_its_original_in_float32(row: Row) -> None:
     lanes, originals = train(row, (3, 2), torch.float32, 100)
     _, exact = train(row, (3, 2), torch.float64, 100)
     off = (lanes.params - originals.params).abs().amax((1, 2))
-    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23. In a lane
-    # where rounding grows over the steps (Adadelta with rho = 0), as far as the original itself strays from float64.
+    # 100 steps that each round a number below 2 to the nearest of 24 bits, all in one direction: 100 * 2**-23. Where
+    # rounding grows over the steps (a lane of Adadelta with rho = 0), as far as the original itself is from float64.
     bound = (originals.params - exact.params).abs().amax((1, 2)).clamp(min=1.2e-5)
     assert (off <= bound).all(), (off, bound)
 
