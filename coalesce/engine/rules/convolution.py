@@ -104,7 +104,9 @@ def _dtype(x: Tensor) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-for _function in (F.conv1d, F.conv2d, F.conv3d):
-    _rule(_function, _FORWARD)
-for _function in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
-    _rule(_function, _TRANSPOSED)
+_FUNCTIONS: dict[Callable[..., Tensor], Sequence[str]] = {
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _FORWARD),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _TRANSPOSED),
+}
+for _function, _names in _FUNCTIONS.items():
+    _rule(_function, _names)
