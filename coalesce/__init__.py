@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from coalesce.engine.checkpointing import checkpoint_pieces
     from coalesce.engine.single import compile_step
     from coalesce.library import sweep
+    from coalesce.loading import load_model
     from coalesce.store.read import load, load_history
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "compile_step",
     "load",
     "load_history",
+    "load_model",
     "sweep",
 ]
 
@@ -40,6 +42,7 @@ _LAZY = {
     "compile_step": "coalesce.engine.single",
     "load": "coalesce.store.read",
     "load_history": "coalesce.store.read",
+    "load_model": "coalesce.loading",
     "sweep": "coalesce.library",
 }
 

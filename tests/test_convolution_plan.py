@@ -19,7 +19,7 @@ from coalesce.configuration import check_trainer
 from coalesce.engine.rules.lowerings import LOWERINGS
 from coalesce.errors import ConfigError
 from coalesce.runner.run import run
-from coalesce.store.writer import plan_json
+from coalesce.store.plans import plan_json
 from runner_helpers import Net, planned, ran
 
 

@@ -264,7 +264,7 @@ def test_case_3_the_weights_reach_the_users_module(folder: Folder) -> None:
     frame = coalesce.load(folder.run())
     x, y = torch.ones(4, 2), torch.zeros(4, 1)
     for seed, experiment, loss in zip(frame["seed"], frame["experiment"], frame["val/loss"], strict=True):
-        kept = load_weights(folder.run(), experiment)
+        kept = load_weights(folder.run(), experiment, "last")
         module = nn.Linear(2, 1)
         module.load_state_dict(kept)
         assert F.mse_loss(module(x), y).item() == pytest.approx(loss, abs=1e-6)

@@ -18,7 +18,13 @@ PACKAGE = Path(coalesce.__file__).parent
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 #: Parts that the page's order leaves out, and the part that each stands beside.
-BESIDE = {"kernels": "errors", "data": "task", "tasks": "engine", "library": "configuration"}
+BESIDE = {
+    "kernels": "errors",
+    "data": "task",
+    "tasks": "engine",
+    "library": "configuration",
+    "loading": "configuration",
+}
 
 #: The runner's interfaces: what the store and the displays implement. They stand below it, beside the experiment.
 INTERFACES = {"runner.listener": "experiment", "runner.plan": "experiment", "runner.snapshot": "experiment"}

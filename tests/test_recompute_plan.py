@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from coalesce.engine import pieces
 from coalesce.errors import ConfigError
 from coalesce.runner.run import run
-from coalesce.store.writer import plan_json
+from coalesce.store.plans import plan_json
 from runner_helpers import Net, planned, ran
 
 LRS = {"optimizer.lr": [0.1, 0.03]}

@@ -23,9 +23,9 @@ from rich.console import Console
 import coalesce
 from coalesce.experiment import Experiment
 from coalesce.report.groups import ROWS
-from coalesce.report.summary import best_experiment, print_summary
+from coalesce.report.summary import print_summary
 from coalesce.runner.listener import Result
-from coalesce.store.frames import results_frame
+from coalesce.store.frames import best_experiment, results_frame
 from coalesce.store.paths import RunPaths
 from coalesce.store.writer import RunWriter
 from run_fakes import drive, experiment, grid, plan, result

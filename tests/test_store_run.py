@@ -273,10 +273,10 @@ def test_weights(tmp_path: Path) -> None:
     for tensor in lane.values():  # the lane is refilled
         tensor.zero_()
     writing.closed(None)
-    back = load_weights(tmp_path, ORDER[0])
+    back = load_weights(tmp_path, ORDER[0], "last")
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
-    with pytest.raises(FileNotFoundError, match=f"{ORDER[1]} has no weights.*trainer.weights=true"):
+    with pytest.raises(FileNotFoundError, match=f"{ORDER[1]} has no best weights.*trainer.weights=true"):
         load_weights(tmp_path, ORDER[1])
 
 
@@ -319,7 +319,7 @@ def test_reading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "load", refuse)
     assert len(load(tmp_path)) == 1
     assert load_history(tmp_path).empty
-    assert load_weights(tmp_path, ORDER[0])["w"].item() == 1.0
+    assert load_weights(tmp_path, ORDER[0], "last")["w"].item() == 1.0
 
 
 def test_recording_is_cheap(tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from rich.console import Console
 
 from coalesce.report import text
 from coalesce.report.groups import Group, best_group, grouped, mean, plain, print_table
+from coalesce.store.frames import best_experiment
 
 #: Diverged and failed experiments that are named one by one, each.
 NAMED = 5
@@ -54,30 +54,13 @@ def print_summary(
         if keys:
             print_table(groups, axes, "seed" in keys, (monitor, *show), mode, console)
         _print_best_mean(groups, axes, "seed" in keys, (monitor, *show), mode, console)
-        _print_best(frame, keys, monitor, mode, console)
-        _print_broken(frame, keys, "diverged", console)
-        _print_broken(frame, keys, "failed", console)
+        print_best(frame, keys, monitor, mode, console)
+        print_broken(frame, keys, "diverged", console)
+        print_broken(frame, keys, "failed", console)
     if folder is not None:
         folder = Path(folder)
         text.say(console, f"\nRun folder: {folder}\nResults:    {folder / 'results.parquet'} and .csv", wrap=False)
         text.say(console, f"Read them:  coalesce.load({json.dumps(str(folder), ensure_ascii=False)})", wrap=False)
-
-
-def best_experiment(frame: pd.DataFrame, monitor: str, mode: str) -> dict[str, Any] | None:
-    """The row of the best experiment with its best value and the step of it under ``value`` and ``step``.
-
-    Returns:
-        None if no experiment that ended well has a finite value.
-    """
-    column = next((name for name in (f"best/{monitor}", monitor) if name in frame), None)
-    if column is None:
-        return None
-    well = frame[~frame["status"].isin(["diverged", "failed"]) & np.isfinite(frame[column])]
-    if well.empty:
-        return None
-    row = well.loc[well[column].idxmax() if mode == "max" else well[column].idxmin()]
-    step = row["best_step"] if column != monitor else row.get("steps_done", row["steps"])
-    return {**row.to_dict(), "value": float(row[column]), "step": int(step)}
 
 
 def _print_best_mean(
@@ -93,7 +76,7 @@ def _print_best_mean(
     text.say(console, f"Best mean: {swept}: {metrics[0]} {text.metric(best.mean)} over {over}{spread}{more}")
 
 
-def _print_best(frame: pd.DataFrame, keys: Sequence[str], monitor: str, mode: str, console: Console) -> None:
+def print_best(frame: pd.DataFrame, keys: Sequence[str], monitor: str, mode: str, console: Console) -> None:
     best = best_experiment(frame, monitor, mode)
     if best is None:
         measured = f"no finite {monitor}" if monitor in frame or f"best/{monitor}" in frame else f"no {monitor} at all"
@@ -106,7 +89,7 @@ def _print_best(frame: pd.DataFrame, keys: Sequence[str], monitor: str, mode: st
     )
 
 
-def _print_broken(frame: pd.DataFrame, keys: Sequence[str], status: str, console: Console) -> None:
+def print_broken(frame: pd.DataFrame, keys: Sequence[str], status: str, console: Console) -> None:
     rows = frame[frame["status"] == status].to_dict("records")
     if not rows:
         return

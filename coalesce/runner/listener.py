@@ -29,6 +29,7 @@ class Result:
         seconds: wall time from the filling of its lane to the end, shared with the other lanes.
         message: what went wrong, if anything did.
         weights: the final state_dict (parameters and buffers), where weights are asked for.
+        best_weights: the same at ``best_step``, if there is one.
     """
 
     experiment: Experiment
@@ -44,6 +45,7 @@ class Result:
     seconds: float
     message: str = ""
     weights: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    best_weights: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def raw_frame(results: Iterable[Result]) -> pd.DataFrame:
         data[f"best/{name}"] = [float(result.best.get(name, np.nan)) for result in results]
     for name in _AFTER:
         data[name] = [getattr(result, name) for result in results]
-    types = {**_BEFORE, **dict.fromkeys(_metric_columns(data), "float64"), **_AFTER}
+    types = {**_BEFORE, **dict.fromkeys(metric_columns(data), "float64"), **_AFTER}
     return pd.DataFrame({name: pd.array(values, dtype=types[name]) for name, values in data.items()})
 
 
@@ -88,7 +88,7 @@ def with_values(
     raw = _sorted(raw.drop_duplicates("experiment", keep="last"), order, ["experiment"])
     if "steps" in keys:
         raw = raw.rename(columns={"steps": "steps_done"})
-    metrics = _metric_columns(raw.columns)
+    metrics = metric_columns(raw.columns)
     last = _ordered(name for name in metrics if not name.startswith("best/"))
     best = _ordered(name.removeprefix("best/") for name in metrics if name.startswith("best/"))
     swept = {key: column([values[name].get(key) for name in raw["experiment"]]) for key in keys}
@@ -103,6 +103,23 @@ def with_values(
             **{name: raw[name] for name in columns},
         }
     )
+
+
+def best_experiment(frame: pd.DataFrame, monitor: str, mode: str) -> dict[str, Any] | None:
+    """The row of the best experiment with its best value and the step of it under ``value`` and ``step``.
+
+    Returns:
+        None if no experiment that ended well has a finite value.
+    """
+    column = next((name for name in (f"best/{monitor}", monitor) if name in frame), None)
+    if column is None:
+        return None
+    well = frame[~frame["status"].isin(["diverged", "failed"]) & np.isfinite(frame[column])]
+    if well.empty:
+        return None
+    row = well.loc[well[column].idxmax() if mode == "max" else well[column].idxmin()]
+    step = row["best_step"] if column != monitor else row.get("steps_done", row["steps"])
+    return {**row.to_dict(), "value": float(row[column]), "step": int(step)}
 
 
 def history_frame(rows: Iterable[Row]) -> pd.DataFrame:
@@ -200,7 +217,8 @@ def _lists(values: Sequence[Any]) -> pd.Series[Any] | None:
     return pd.Series(values, dtype=object)
 
 
-def _metric_columns(names: Iterable[Any]) -> list[str]:
+def metric_columns(names: Iterable[Any]) -> list[str]:
+    """Of the columns of a raw frame those of metrics, the best ones included."""
     return [name for name in names if name not in _BEFORE and name not in _AFTER and name != "steps_done"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pandas as pd
 from torch import Tensor
 
 from coalesce.errors import nearest
+from coalesce.experiment import Experiment
+from coalesce.runner.listener import Result
 from coalesce.store.files import read_json, read_parquet, read_safetensors
-from coalesce.store.frames import history_frame, raw_frame, sorted_history, with_values
+from coalesce.store.frames import best_experiment, history_frame, metric_columns, raw_frame, sorted_history, with_values
 from coalesce.store.paths import RunPaths
+
+#: The weights of an experiment that a run keeps.
+WHICH = ("best", "last")
 
 
 def load(folder: str | os.PathLike[str]) -> pd.DataFrame:
@@ -26,7 +32,7 @@ def load(folder: str | os.PathLike[str]) -> pd.DataFrame:
     Raises:
         FileNotFoundError: it is no run folder.
     """
-    paths, plan = _open(folder)
+    paths, plan = open_run(folder)
     return read_parquet(paths.results) if paths.results.exists() else assemble_results(paths, plan)
 
 
@@ -41,45 +47,109 @@ def load_history(folder: str | os.PathLike[str]) -> pd.DataFrame:
     Raises:
         FileNotFoundError: it is no run folder.
     """
-    paths, plan = _open(folder)
+    paths, plan = open_run(folder)
     return read_parquet(paths.history) if paths.history.exists() else assemble_history(paths, plan)
 
 
-def load_weights(folder: str | os.PathLike[str], experiment: str) -> dict[str, Tensor]:
-    """The final state_dict of one experiment, on the CPU.
+def load_weights(folder: str | os.PathLike[str], experiment: str = "best", which: str = "best") -> dict[str, Tensor]:
+    """The state_dict of one experiment, on the CPU.
 
     Args:
         folder: the run folder, ``runs/<sweep>/<time>``.
-        experiment: its id, as in the column ``experiment``.
+        experiment: its id, as in the column ``experiment``; or "best": the one that is best by the run's
+            ``trainer.monitor`` and ``trainer.mode``.
+        which: "best": the weights of the step ``best_step``; "last": those of its end.
 
     Raises:
-        FileNotFoundError: it is no run folder, or the experiment's weights were not kept.
-        LookupError: the run has no such experiment.
+        FileNotFoundError: it is no run folder, or has no such weights.
+        LookupError: the run has no such experiment, or none that is best.
+        ValueError: ``which`` is neither.
     """
-    paths, plan = _open(folder)
+    return weights_of(*open_run(folder), experiment, which)[1]
+
+
+def weights_of(paths: RunPaths, plan: Mapping[str, Any], experiment: str, which: str) -> tuple[str, dict[str, Tensor]]:
+    """An experiment's id and weights, see `load_weights`."""
+    if which not in WHICH:
+        raise ValueError(f"which={which!r}: must be one of {', '.join(map(repr, WHICH))}")
     ids = [entry["id"] for entry in plan["experiments"]]
-    if experiment not in ids:
-        near = nearest(experiment, ids)
+    if experiment == "best":
+        experiment = _best(paths, plan)
+    elif experiment not in ids:
+        near = nearest(experiment, [*ids, "best"])
         raise LookupError(
             f"experiment={experiment!r}: the run {paths.folder} has no such experiment among its {len(ids)}"
             + (f"; did you mean {near!r}?" if near else "")
             + " The column 'experiment' of coalesce.load lists them."
         )
-    path = paths.weights(experiment)
+    path = paths.weights(experiment, which)
     if not path.exists():
-        raise FileNotFoundError(
-            f"experiment {experiment} has no weights in {paths.weights_folder}: they are written when an experiment "
-            "ends, and only with trainer.weights=true"
+        text = f"experiment {experiment} has no {which} weights in {paths.weights_folder}: "
+        (other,) = (each for each in WHICH if each != which)
+        if paths.weights(experiment, other).exists():
+            text += f"its {plan['trainer']['monitor']} was never finite; which={other!r} reads those of its end"
+        else:
+            text += "they are written when an experiment ends, and only with trainer.weights=true"
+        raise FileNotFoundError(text)
+    return experiment, read_safetensors(path)
+
+
+def _best(paths: RunPaths, plan: Mapping[str, Any]) -> str:
+    monitor, mode = plan["trainer"]["monitor"], plan["trainer"]["mode"]
+    frame = load(paths.folder)
+    best = best_experiment(frame, monitor, mode)
+    if best is None:
+        raise LookupError(
+            f"experiment='best': of the {len(frame)} experiments of {paths.folder} that have ended, none that ended "
+            f"well has a finite {monitor}. Name one by its id, from the column 'experiment' of coalesce.load"
         )
-    return read_safetensors(path)
+    return str(best["experiment"])
 
 
 def assemble_results(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
     """The results from their parts and the values in the plan."""
-    parts = [read_parquet(part) for part in paths.result_parts()]
-    raw = pd.concat(parts, ignore_index=True) if parts else raw_frame([])
+    raw = _raw(paths)
     values = {entry["id"]: entry["values"] for entry in plan["experiments"]}
     return with_values(raw, values, plan["keys"], list(values))
+
+
+def ended(paths: RunPaths, experiments: Sequence[Experiment]) -> list[Result]:
+    """How experiments of a run ended, from the parts, in the order in which they did; weights stay on disk.
+
+    Args:
+        paths: the run folder.
+        experiments: of which to look.
+    """
+    known = {experiment.id: experiment for experiment in experiments}
+    found: dict[str, Result] = {}
+    for part in paths.result_parts():
+        frame = read_parquet(part)
+        metrics = [name for name in metric_columns(frame) if not name.startswith("best/")]
+        bests = [name for name in metric_columns(frame) if name.startswith("best/")]
+        for row in frame.to_dict("records"):
+            if row["experiment"] in known:
+                # what was measured again after a break counts, in the place where it ended first
+                found[row["experiment"]] = Result(
+                    experiment=known[row["experiment"]],
+                    status=row["status"],
+                    steps=int(row["steps"]),
+                    # before the first step nothing was measured; a part has columns for all that ended together
+                    metrics={name: row[name] for name in metrics} if row["steps"] else {},
+                    best={} if pd.isna(row["best_step"]) else {n.removeprefix("best/"): row[n] for n in bests},
+                    best_step=None if pd.isna(row["best_step"]) else int(row["best_step"]),
+                    cohort=int(row["cohort"]),
+                    width=int(row["width"]),
+                    job=int(row["job"]),
+                    device=row["device"],
+                    seconds=float(row["seconds"]),
+                    message=row["message"],
+                )
+    return list(found.values())
+
+
+def _raw(paths: RunPaths) -> pd.DataFrame:
+    parts = [read_parquet(part) for part in paths.result_parts()]
+    return pd.concat(parts, ignore_index=True) if parts else raw_frame([])
 
 
 def assemble_history(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
@@ -89,7 +159,7 @@ def assemble_history(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
     return sorted_history(history, [entry["id"] for entry in plan["experiments"]])
 
 
-def _open(folder: str | os.PathLike[str]) -> tuple[RunPaths, dict[str, Any]]:
+def open_run(folder: str | os.PathLike[str]) -> tuple[RunPaths, dict[str, Any]]:
     paths = RunPaths(folder)
     if not paths.plan.is_file():
         raise FileNotFoundError(_no_run_folder(paths))

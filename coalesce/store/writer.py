@@ -21,6 +21,7 @@ from coalesce.store.files import write_csv, write_json, write_parquet, write_saf
 from coalesce.store.frames import Row, history_frame, raw_frame
 from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
+from coalesce.store.plans import plan_json
 from coalesce.store.read import assemble_history, assemble_results
 from coalesce.store.signals import Interrupted, Signals
 from coalesce.store.snapshots import Snapshots
@@ -145,14 +146,15 @@ class RunWriter(Listener):
         level = logging.INFO if result.status in ("finished", "stopped") else logging.WARNING
         message = f": {result.message}" if result.message else ""
         logger.log(level, "%s %s after %d steps%s", result.experiment, result.status, result.steps, message)
-        if result.weights is not None:
-            # at once: the lane that they lie in may be refilled before the next boundary
-            with self._writing():
-                self.paths.weights_folder.mkdir(exist_ok=True)
-                write_safetensors(self.paths.weights(result.experiment.id), result.weights)
+        for which, weights in (("last", result.weights), ("best", result.best_weights)):
+            if weights is not None:
+                # at once: the lane that they lie in may be refilled before the next boundary
+                with self._writing():
+                    self.paths.weights_folder.mkdir(exist_ok=True)
+                    write_safetensors(self.paths.weights(result.experiment.id, which), weights)
         if not self._results:
             self._results_since = self.clock()
-        self._results.append(dataclasses.replace(result, weights=None))
+        self._results.append(dataclasses.replace(result, weights=None, best_weights=None))
         self._flush_if_due()
 
     def advanced(self, progress: Progress) -> None:
@@ -278,45 +280,6 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):
             super().close()
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """A plan as it stands in the run folder.
-
-    Returns:
-        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions, sizes, riding
-        keys, ids) and ``experiments`` (id, cohort, values, configuration), in the sweep's order.
-    """
-    cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
-    return {
-        "name": plan.name,
-        "keys": list(plan.keys),
-        "trainer": dataclasses.asdict(plan.trainer),
-        "cohorts": [
-            {
-                "index": c.cohort.index,
-                "width": c.width,
-                "pieces": list(c.pieces),
-                "checkpoint": list(c.checkpoint),
-                "convolutions": dict(c.lowerings),
-                "parameters": c.parameters,
-                "bytes_per_lane": c.bytes_per_lane,
-                "bytes_shared": c.bytes_shared,
-                "riding": list(c.cohort.riding),
-                "experiments": [experiment.id for experiment in c.cohort.experiments],
-            }
-            for c in plan.cohorts
-        ],
-        "experiments": [
-            {
-                "id": experiment.id,
-                "cohort": cohort_of[experiment.id],
-                "values": dict(experiment.values),
-                "config": dict(experiment.config),
-            }
-            for experiment in plan.experiments
-        ],
-    }
 
 
 def _after(parts: list[Path]) -> int:

@@ -1,0 +1,99 @@
+"""A plan as the run folder keeps it, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from coalesce.errors import RunFolderError
+from coalesce.experiment import Cohort, Experiment
+from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+from coalesce.store.files import tuples
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """A plan as it stands in the run folder.
+
+    Returns:
+        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions, sizes, riding
+        keys, ids) and ``experiments`` (id, cohort, values, configuration, introduced), in the sweep's
+        order.
+    """
+    cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
+    return {
+        "name": plan.name,
+        "keys": list(plan.keys),
+        "trainer": dataclasses.asdict(plan.trainer),
+        "cohorts": [
+            {
+                "index": c.cohort.index,
+                "width": c.width,
+                "pieces": list(c.pieces),
+                "checkpoint": list(c.checkpoint),
+                "convolutions": dict(c.lowerings),
+                "parameters": c.parameters,
+                "bytes_per_lane": c.bytes_per_lane,
+                "bytes_shared": c.bytes_shared,
+                "riding": list(c.cohort.riding),
+                "experiments": [experiment.id for experiment in c.cohort.experiments],
+            }
+            for c in plan.cohorts
+        ],
+        "experiments": [
+            {
+                "id": experiment.id,
+                "cohort": cohort_of[experiment.id],
+                "values": dict(experiment.values),
+                "config": dict(experiment.config),
+                "introduced": dict(experiment.introduced),
+            }
+            for experiment in plan.experiments
+        ],
+    }
+
+
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
+    """The plan that `plan_json` wrote, without what the planner built for the run.
+
+    Raises:
+        RunFolderError: another version wrote it, and means something else by it.
+    """
+    experiments = {entry["id"]: experiment_from_json(entry) for entry in data["experiments"]}
+    fields = {field.name for field in dataclasses.fields(Trainer)}
+    unknown = [name for name in data["trainer"] if name not in fields]
+    if unknown:
+        raise RunFolderError(
+            f"the plan's trainer.{unknown[0]} is nothing that this version of coalesce knows: resume the run with the "
+            "version that wrote it"
+        )
+    cohorts = tuple(
+        PlannedCohort(
+            Cohort(c["index"], tuple(experiments[name] for name in c["experiments"]), tuple(c["riding"])),
+            width=c["width"],
+            parameters=c["parameters"],
+            bytes_per_lane=c["bytes_per_lane"],
+            bytes_shared=c["bytes_shared"],
+            pieces=tuple(c["pieces"]),
+            checkpoint=tuple(c["checkpoint"]),
+            lowerings=dict(c["convolutions"]),
+        )
+        for c in data["cohorts"]
+    )
+    trainer = Trainer(**{name: tuples(value) for name, value in data["trainer"].items()})
+    return Plan(data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer)
+
+
+def experiment_from_json(entry: Mapping[str, Any]) -> Experiment:
+    """One of a plan's experiments.
+
+    Raises:
+        RunFolderError: its configuration has another id than it had.
+    """
+    experiment = Experiment(entry["config"], entry["values"], entry.get("introduced", {}))
+    if experiment.id != entry["id"]:
+        raise RunFolderError(
+            f"the plan's experiment {entry['id']} has a configuration whose id is {experiment.id}: plan.json was "
+            "changed, or written by a version of coalesce that makes ids in another way"
+        )
+    return experiment
