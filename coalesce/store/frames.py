@@ -58,8 +58,8 @@ def results_frame(results: Iterable[Result], keys: Sequence[str], order: Sequenc
 def raw_frame(results: Iterable[Result]) -> pd.DataFrame:
     """The results without their swept values, in the order given."""
     results = list(results)
-    metrics = _ordered({name for result in results for name in result.metrics})
-    bests = _ordered({name for result in results for name in result.best})
+    metrics = ordered_metrics({name for result in results for name in result.metrics})
+    bests = ordered_metrics({name for result in results for name in result.best})
     data: dict[str, Any] = {
         "experiment": [result.experiment.id for result in results],
         "status": [result.status for result in results],
@@ -89,8 +89,8 @@ def with_values(
     if "steps" in keys:
         raw = raw.rename(columns={"steps": "steps_done"})
     metrics = metric_columns(raw.columns)
-    last = _ordered(name for name in metrics if not name.startswith("best/"))
-    best = _ordered(name.removeprefix("best/") for name in metrics if name.startswith("best/"))
+    last = ordered_metrics(name for name in metrics if not name.startswith("best/"))
+    best = ordered_metrics(name.removeprefix("best/") for name in metrics if name.startswith("best/"))
     swept = {key: column([values[name].get(key) for name in raw["experiment"]]) for key in keys}
     steps = "steps_done" if "steps" in keys else "steps"
     columns = [*last, *(f"best/{name}" for name in best), *_AFTER]
@@ -222,7 +222,7 @@ def metric_columns(names: Iterable[Any]) -> list[str]:
     return [name for name in names if name not in _BEFORE and name not in _AFTER and name != "steps_done"]
 
 
-def _ordered(names: Iterable[str]) -> list[str]:
+def ordered_metrics(names: Iterable[str]) -> list[str]:
     """Metrics by split, then by name: the same whichever experiment ended first."""
 
     def place(name: str) -> tuple[int, str]:

@@ -176,8 +176,14 @@ def _no_run_folder(paths: RunPaths) -> str:
     if folder.is_file():
         return f"folder={str(folder)!r} is a file; give the run folder that it lies in: {str(folder.parent)!r}"
     text = f"folder={str(folder)!r} is no run folder: it has no {paths.plan.name}"
-    runs = [Path(plan).parent for depth in ("*", "*/*") for plan in folder.glob(f"{depth}/{paths.plan.name}")]
+    runs = runs_below(folder)
     if runs:
-        latest = max(runs, key=lambda run: run.stat().st_mtime)
-        text += f"; it holds {len(runs)} of them, the latest is {str(latest)!r}"
+        text += f"; it holds {len(runs)} of them, the latest is {str(runs[-1])!r}"
     return text
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The run folders in a sweep's folder, or in that of all sweeps;
+    the one that was begun or resumed last stands last."""
+    plans = [plan for depth in ("*", "*/*") for plan in folder.glob(f"{depth}/{RunPaths(folder).plan.name}")]
+    return [plan.parent for plan in sorted(plans, key=lambda plan: (plan.stat().st_mtime, plan))]
