@@ -5,7 +5,9 @@ Oracle: `torch.nn.Module` and `torch.optim.Optimizer`, and the plain pair.
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import coalesce
 from backprop_helpers import CLASSES, FEATURES, X, Y, adam, assert_same_weights, network, sgd, train
@@ -167,3 +170,86 @@ def test_the_guides_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     torch.set_num_threads(1)
     exec(code[: code.index("```")], {})
     assert float(capsys.readouterr().out) < 0.2
+
+
+def test_an_average_of_the_weights_that_is_made_afterwards() -> None:
+    """`AveragedModel` copies the model: the copy is plain, evaluates as such, and follows as in a plain loop."""
+    plain, (model, stepped) = network(), wrapped()
+    reference = sgd(plain)
+    ours, theirs = (AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.9)) for m in (model, plain))
+    assert type(ours.module) is type(plain)
+    for _ in range(5):
+        for one, step, average in ((model, stepped, ours), (plain, reference, theirs)):
+            train(one, step, 1)
+            average.update_parameters(one)
+            step.zero_grad()
+    assert_same_weights(ours, theirs)
+    assert torch.equal(ours.eval()(X[0]), theirs.eval()(X[0]))
+    assert not torch.equal(ours(X[0]), model.eval()(X[0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}], ids=str)
+def test_hooks_on_complete_gradients_whenever_they_come(options: dict[str, Any]) -> None:
+    """Registered before or after, a hook sees the gradient that a plain loop's would, once per step."""
+    seen: list[dict[str, list[Tensor]]] = []
+
+    def hook(parameter: nn.Parameter, kept: list[Tensor]) -> Any:
+        def note(tensor: Tensor) -> None:
+            assert tensor.grad is not None
+            kept.append(tensor.grad.clone())
+
+        return parameter.register_post_accumulate_grad_hook(note)
+
+    plain, given = network(), network()
+    for one in (plain, given):
+        kept: dict[str, list[Tensor]] = {"before": [], "after": []}
+        seen.append(kept)
+        handle = hook(one.get_parameter("3.weight"), kept["before"])
+        model, optimizer = wrapped(one, **options) if one is given else (one, sgd(one))
+        hook(one.get_parameter("3.weight"), kept["after"])
+        clip = (lambda: nn.utils.clip_grad_norm_(plain.parameters(), 1.0)) if options and one is plain else None
+        train(model, optimizer, 2, clip=clip)
+        handle.remove()
+        train(model, optimizer, 1, clip=clip)
+    ours, theirs = seen[1], seen[0]
+    assert [len(ours[when]) for when in ("before", "after")] == [2, 3]
+    for when in ("before", "after"):
+        assert all(torch.equal(a, b) for a, b in zip(ours[when], theirs[when], strict=True))
+    assert_same_weights(given, plain)
+
+
+def lacking(model: nn.Module) -> None:
+    coalesce.BackProp(model, torch.optim.SGD(list(model.parameters())[1:], lr=0.1))
+
+
+def batched(model: nn.Module) -> None:
+    coalesce.BackProp(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=True))
+
+
+def batched_later(model: nn.Module) -> None:
+    _, optimizer = wrapped(model)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "foreach": True})
+
+
+def batched_when_loaded(model: nn.Module) -> None:
+    _, optimizer = wrapped(model)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["foreach"] = True
+    optimizer.load_state_dict(state)
+
+
+def backward_twice(model: nn.Module) -> None:
+    model, _ = wrapped(model)
+    loss(model).backward()
+    loss(model).backward()
+
+
+@pytest.mark.parametrize("cause", [lacking, batched, batched_later, batched_when_loaded, backward_twice])
+def test_warnings_point_to_the_users_line(cause: Callable[[nn.Module], None]) -> None:
+    model = network()
+    with pytest.warns(UserWarning, match=r"lacks these|switched off|two backward\(\)") as caught:
+        cause(model)
+    (warning,) = caught
+    lines, first = inspect.getsourcelines(cause)
+    # the last line of each
+    assert (warning.filename, warning.lineno) == (__file__, first + len(lines) - 1)

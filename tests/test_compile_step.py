@@ -60,9 +60,10 @@ ROWS: dict[str, Make] = {
 
 @pytest.fixture(autouse=True)
 def double() -> None:
-    """torch counts steps and NAdam's momenta in the default dtype."""
-    # `conftest.py` puts it back
+    """torch counts steps and NAdam's momenta in the default dtype. The products are tiny: one thread."""
+    # `conftest.py` puts both back
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
 
 
 def test_every_rule_has_a_row() -> None:

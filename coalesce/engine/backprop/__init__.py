@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from coalesce.engine.backprop.model import Halting, Model, halting
 from coalesce.engine.backprop.optimizer import BackPropOptimizer, check_accumulate
 from coalesce.engine.backprop.walk import Walk
+from coalesce.engine.backprop.words import warn
 
 #: They average gradients over processes after each one is complete, and so after the update.
 _PARALLEL = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -50,8 +50,9 @@ def BackProp(
 
     What stays as it was: learning-rate schedules, `state_dict` of both (they load into the plain model and optimiser
     and back), parameter groups, tied, frozen, thawed and unused parameters, `add_param_group`, hooks, autocast with
-    bfloat16. The model and optimiser that are returned share everything with those given, and these are plain again
-    when the returned ones are gone.
+    bfloat16, averages of the weights (a deep copy of the model is a plain one, `AveragedModel`'s too). The model and
+    optimiser that are returned share everything with those given, and these are plain again when the returned ones are
+    gone.
 
     What differs:
 
@@ -148,12 +149,10 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer) -> None:
         raise ValueError("there are gradients from an earlier backward(); call optimizer.zero_grad() first")
     left_out = [name for parameter, name in named.items() if parameter.requires_grad and parameter not in given]
     if left_out:
-        warnings.warn(
+        warn(
             f"the optimizer lacks these parameters of the model: {_some(left_out)}. They get no gradient and stay as "
             "they are, also under a second optimizer; freeze them (requires_grad_(False)) or give them to this one, in "
-            "a group of their own",
-            UserWarning,
-            stacklevel=3,
+            "a group of their own"
         )
 
 

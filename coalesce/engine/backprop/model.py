@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from typing import Any, NoReturn, TypeVar
 
@@ -48,13 +49,16 @@ class Halting(nn.Module):
         _refuse_zeros(set_to_none)
         self._walk.drop()
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(0)
+    def __deepcopy__(self, memo: Any) -> nn.Module:
+        """A plain model, of parameters that no optimiser has: what keeps averages of weights beside the model wants."""
+        copied: nn.Module = copy.deepcopy(self._walk.model, memo)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a model under coalesce.BackProp cannot be copied or pickled: its parameters are tied to its optimizer. "
-            "Save model.state_dict(), which is that of the plain model; copy the plain model that was given to BackProp"
+            "a model under coalesce.BackProp cannot be pickled, nor copied by copy.copy(): its parameters are tied to "
+            "its optimizer. Save model.state_dict(), which is that of the plain model; copy.deepcopy(model) gives a "
+            "plain model"
         )
 
 

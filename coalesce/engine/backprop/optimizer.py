@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from coalesce.engine.backprop.model import _refuse_zeros
 from coalesce.engine.backprop.walk import Walk
+from coalesce.engine.backprop.words import warn
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -138,12 +138,10 @@ def switch_off_batching(optimizer: Optimizer) -> None:
     for group in groups:
         group.update(dict.fromkeys((name for name in found if name in group), False))
     if found:
-        warnings.warn(
+        warn(
             f"{' and '.join(f'{name}=True' for name in found)} is switched off: it updates many parameters in one "
             "call, for which all their gradients would have to be alive; coalesce.BackProp updates one at a time. The "
-            f"numbers are those of {' and '.join(f'{name}=False' for name in found)}",
-            UserWarning,
-            stacklevel=3,
+            f"numbers are those of {' and '.join(f'{name}=False' for name in found)}"
         )
 
 

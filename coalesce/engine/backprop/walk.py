@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from coalesce.engine.backprop.graph import Pass, halted, leaves
 from coalesce.engine.backprop.unborn import PAST_THE_OUTPUT, mark, unmark
 from coalesce.engine.backprop.update import UpdateOfOne
+from coalesce.engine.backprop.words import warn
 
 HALFWAY = (
     "This came in optimizer.step() of coalesce.BackProp, and some parameters may be updated, others not: it cannot be "
@@ -95,6 +95,14 @@ class Walk:
                 self._hooked.add(parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(born))
 
+    def _be_last(self) -> None:
+        """Let hooks of the user's that came after ours see the gradients, which ours uses and frees."""
+        for handle in self._handles:
+            hooks = handle.hooks_dict_ref()
+            if hooks and handle.id in hooks and next(reversed(hooks)) != handle.id:
+                # torch calls them in the order in which they were put in
+                hooks[handle.id] = hooks.pop(handle.id)
+
     # on the way forward
 
     @torch.compiler.disable
@@ -141,11 +149,9 @@ class Walk:
             self.drop()
             raise
         if self.accumulate == 1 and self.pending:
-            warnings.warn(
+            warn(
                 "two backward() without a step() or zero_grad() between them: coalesce.BackProp forgets the earlier "
-                "one; to add gradients up give it accumulate=n",
-                UserWarning,
-                stacklevel=2,
+                "one; to add gradients up give it accumulate=n"
             )
             self.drop()
         made.gradient, made.task = gradient, task
@@ -210,6 +216,7 @@ class Walk:
         others = {leaf for made in last for leaf in made.leaves if leaf in self.inside and leaf not in self.groups}
         try:
             self._unmark()
+            self._be_last()
             self._add_up(self.pending[:-1])
             self._restore()
             if self.clip_norm is None:
