@@ -332,6 +332,12 @@ def test_trainer_settings_arrive_in_their_type() -> None:
         assert check_trainer({"checkpoint": given}).checkpoint == right
 
 
+@pytest.mark.parametrize(("given", "every"), [(7, 7), (50, 50), (100, 100), (300, 100)])
+def test_an_evaluation_has_a_boundary(given: int, every: int) -> None:
+    """``every``, left out, is no more than ``evaluate_every``."""
+    assert check_trainer({"evaluate_every": given}) == Trainer(every=every, evaluate_every=given)
+
+
 @pytest.mark.parametrize(
     ("settings", "says", "helps"),
     [
@@ -346,6 +352,9 @@ def test_trainer_settings_arrive_in_their_type() -> None:
         ({"every": 0}, "trainer.every=0: must be at least 1", "an integer, at least 1"),
         ({"every": True}, "trainer.every=True: must be an integer", "an integer, at least 1"),
         ({"every": 30, "evaluate_every": 100}, "trainer.evaluate_every=100: must be a multiple", "30, 60, 90"),
+        ({"every": 100, "evaluate_every": 50}, "trainer.every, which is 100", "or trainer.every=50 beside it"),
+        ({"every": 300}, "trainer.evaluate_every=500: must be a multiple", "or trainer.every=100 beside it"),
+        ({"evaluate_every": 150}, "trainer.every, which is 100", "or trainer.every=50 beside it"),
         ({"evaluate_every": 0}, "trainer.evaluate_every=0: must be at least 1", "an integer"),
         ({"evaluate_batch_size": None}, "trainer.evaluate_batch_size=None: must not be null", "an integer"),
         ({"threads": 0}, "trainer.threads=0: must be at least 1", "or null"),

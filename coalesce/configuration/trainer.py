@@ -66,12 +66,16 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
         if not found and name == "monitor" and not value.strip():
             found = [Problem(key, value, "must name a metric", "val/accuracy, or any other that the task returns")]
         problems += [dataclasses.replace(p, valid=p.valid if name == "monitor" else valid) for p in found]
-    every, evaluate_every = (checked.get(name, fields[name].default) for name in ("every", "evaluate_every"))
-    if not any(p.key in ("trainer.every", "trainer.evaluate_every") for p in problems) and evaluate_every % every:
-        rule = f"must be a multiple of trainer.every, which is {every}"
-        problems.append(
-            Problem("trainer.evaluate_every", evaluate_every, rule, f"{every}, {2 * every}, {3 * every}, …")
-        )
+    if not any(p.key in ("trainer.every", "trainer.evaluate_every") for p in problems):
+        every, evaluate_every = (checked.get(name, fields[name].default) for name in ("every", "evaluate_every"))
+        if "every" not in checked:
+            # an evaluation needs a boundary
+            checked["every"] = every = min(every, evaluate_every)
+        if evaluate_every % every:
+            rule = f"must be a multiple of trainer.every, which is {every}"
+            way = f"or trainer.every={math.gcd(every, evaluate_every)} beside it"
+            valid = f"{every}, {2 * every}, {3 * every}, …; {way}"
+            problems.append(Problem("trainer.evaluate_every", evaluate_every, rule, valid))
     if problems:
         raise ConfigError(problems)
     return Trainer(**checked)
