@@ -5,14 +5,16 @@ Oracle: by hand, one task per fault. The line is looked up in this file by the c
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from coalesce.configuration import rides
 from coalesce.errors import TaskError
@@ -100,6 +102,13 @@ class Repeats(Small):
         return scores
 
 
+class Copied(Small):
+    def loss(self, model: Any, batch: Any) -> Any:
+        x, _ = batch
+        twin = copy.deepcopy(model)  # mark: copied
+        return super().loss(model, batch) + F.mse_loss(model(x), twin(x).detach())
+
+
 #: Task, mark of the line, patterns. `a` differs between two lanes.
 IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
     (Order, "order", [r"cdist\(\) takes only a Python number where task\.a stands", r'static = \("a",\)']),
@@ -110,7 +119,7 @@ IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
     ),
     (Branch, "branch", [r"__bool__\(\) asks for the value", r"Floats that ride here: task\.a", r"static = "]),
     (BranchOnData, "branch on data", [r"__bool__\(\) asks for the value", r"torch\.where"]),
-    (Item, "item", [r"item\(\) asks for the value", "Return the value as a metric"]),
+    (Item, "item", [r"item\(\) asks for the value", "Return the value beside the loss or as a metric"]),
     (Counts, "counts", [r"bincount\(\) gives a result whose shape depends on the values", "one_hot"]),
     (Repeats, "repeats", [r"repeat_interleave\(\) gives a result whose shape depends", "output_size"]),
     (MathFunction, "math", [r"__float__\(\) takes only a Python number where task\.a stands"]),
@@ -120,6 +129,11 @@ IN_A_GRAPH: list[tuple[type[Small], str, list[str]]] = [
         [r"TypeError: type Tensor doesn't define __round__", r"in lanes tensors stand at task\.a, .*\n?.*static = "],
     ),
     (Table, "table", [r"KeyError", r"in lanes tensors stand at task\.a, .*\n?.*static = "]),
+    (
+        Copied,
+        "copied",
+        [r"copy\.deepcopy\(\) of a tensor of the graph", r"x\.detach\(\)\.clone\(\)", "register_buffer"],
+    ),
     (NumpyFunction, "numpy", [r"__array__\(\) takes only a Python number where task\.a stands"]),
 ]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from coalesce.engine.rules.leaves import require_grad
+from coalesce.engine.rules.lines import user_line
 from coalesce.engine.rules.mode import Rules, rule
 from coalesce.errors import TaskError
 
@@ -72,8 +73,8 @@ def below(rules: Rules, shape: Sequence[int], size: int) -> Tensor:
 def _no_generator(name: str, generator: Any) -> None:
     if generator is not None:
         raise TaskError(
-            f"{name}(generator=...) draws from a generator with a state, which lanes would share and a graph could not "
-            f"move on. Leave it out: then the numbers come from the lane's own stream, keyed by its seed and step."
+            f"{name}(generator=...) draws from a generator with a state, which a graph cannot move on. Leave it out: "
+            f"then the numbers come from a stream that is keyed by the seed and the step.\n{user_line()}"
         )
 
 
@@ -101,7 +102,7 @@ def _finish(rules: Rules, value: Tensor, dtype: torch.dtype | None, name: str, o
     for harmless in ("pin_memory", "layout", "memory_format"):
         options.pop(harmless, None)
     if any(v is not None for v in options.values()):
-        raise TypeError(f"{name}() from a lane's stream does not know {', '.join(options)}")
+        raise TypeError(f"{name}() from a keyed stream does not know {', '.join(options)}")
     value = value.to(dtype or torch.get_default_dtype())
     if device is not None:
         value = value.to(device)

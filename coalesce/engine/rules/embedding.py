@@ -15,7 +15,7 @@ from coalesce.errors import TaskError
 def _check(name: str, max_norm: float | None) -> None:
     if max_norm is not None:
         raise TaskError(
-            f"{name}() with max_norm={max_norm} writes into its weight, but in lanes a parameter is the "
+            f"{name}() with max_norm={max_norm} writes into its weight, but in a graph a parameter is the "
             f"optimiser's alone. Leave max_norm away, and scale what was looked up: "
             f"h * (max_norm / h.norm(dim=-1, keepdim=True)).clamp(max=1).\n{user_line()}"
         )

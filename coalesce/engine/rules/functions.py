@@ -46,7 +46,7 @@ def _named(cls: Function) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise TaskError(
-            f"{cls.__qualname__}, a torch.autograd.Function, cannot run for many lanes at once ({reason}). Write its "
+            f"{cls.__qualname__}, a torch.autograd.Function, cannot run under torch.vmap ({reason}). Write its "
             f"forward and backward in torch's own operations, without asking for values; or write forward without ctx, "
             f"setup_context, and the static method vmap: "
             f"docs.pytorch.org/docs/stable/notes/extending.func.html\n{user_line()}"

@@ -249,13 +249,24 @@ class Rules(TorchFunctionMode):
                 f"{name}() takes only a Python number where {hit[0]} stands, and {hit[0]} differs between the lanes "
                 f"of this graph{self._follows(hit[0])}, or write the operation with tensor arithmetic.\n{user_line()}"
             )
+        if func is Tensor.__deepcopy__:
+            return TaskError(
+                f"copy.deepcopy() of a tensor of the graph, such as a parameter of the model, cannot be traced. For "
+                f"values without a gradient call the model under torch.no_grad(), or detach what it returns; a tensor "
+                f"is copied by x.detach().clone(). A second set of weights is a module of the model from the start, "
+                f"and weights that follow others are buffers: register_buffer(...).\n{user_line()}"
+            )
         if asks_value:
-            rides = ", ".join(self.riding) or "none"
+            static = (
+                f", or, if it comes from a float of the task that steers control flow, name that float in "
+                f"static = (...,). Floats that ride here: {', '.join(self.riding)}"
+                if self.riding
+                else ""
+            )
             return TaskError(
                 f"{name}() asks for the value of a tensor while the graph is traced, where it has none yet: a Python "
-                f"branch, item() or float() on a tensor. Return the value as a metric, choose with torch.where, or, "
-                f"if it comes from a float of the task that steers control flow, name that float in "
-                f"static = (...,). Floats that ride here: {rides}.\n{user_line()}"
+                f"branch, item() or float() on a tensor. Return the value beside the loss or as a metric, choose with "
+                f"torch.where{static}.\n{user_line()}"
             )
         if "random operation" in text:
             return _draws(func)
@@ -263,9 +274,9 @@ class Rules(TorchFunctionMode):
             return _shapes(name)
         if "is not possible because there exists a Tensor" in text or "would mutate a captured Tensor" in text:
             return TaskError(
-                f"{name}() writes what differs between the lanes into a tensor that they share: data of an "
-                f"evaluation, a view of it, or a tensor from outside. Make a new one: torch.where(...), "
-                f"x = x + ... instead of x += ....\n{user_line()}"
+                f"{name}() writes what the graph computes into a tensor that is not its own: data of an evaluation, a "
+                f"view of it, or a tensor from outside. Make a new one: torch.where(...), x = x + ... instead of "
+                f"x += ....\n{user_line()}"
             )
         return None
 
@@ -282,7 +293,7 @@ class Rules(TorchFunctionMode):
 def _shapes(name: str) -> TaskError:
     return TaskError(
         f"{name}() gives a result whose shape depends on the values of a tensor: x[mask], nonzero, unique. "
-        f"Lanes need one shape: keep every entry, and weigh it by the mask: torch.where(mask, x, 0), "
+        f"A graph needs one shape: keep every entry, and weigh it by the mask: torch.where(mask, x, 0), "
         f"(x * mask).sum() / mask.sum(). repeat_interleave takes output_size; for bincount, add up one_hot(x, n).\n"
         f"{user_line()}"
     )
@@ -291,9 +302,10 @@ def _shapes(name: str) -> TaskError:
 def _draws(func: Callable[..., Any]) -> TaskError:
     name = getattr(func, "__name__", str(func))
     return TaskError(
-        f"{name}() draws from torch's global generator, which all lanes would share. These draw from the lane's own "
-        f"stream: dropout layers, rand, randn, randint, randperm, bernoulli, multinomial, normal, their _like and "
-        f"in-place forms. Or draw outside the graph, in data() or model().\n{user_line()}"
+        f"{name}() draws from torch's global generator, whose state a graph cannot move on. These draw from a stream "
+        f"that is keyed by the seed and the step: dropout layers, rand, randn, randint, randperm, bernoulli, "
+        f"multinomial, normal, their _like and in-place forms. Or draw outside the graph, where the data or the model "
+        f"are made.\n{user_line()}"
     )
 
 
