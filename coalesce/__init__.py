@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from coalesce.engine.single import compile_step
     from coalesce.library import sweep
     from coalesce.loading import load_model
+    from coalesce.search.space import Interval
     from coalesce.store.read import load, load_history
 
 __version__ = "0.1.0"
@@ -24,6 +25,7 @@ __all__ = [
     "ConfigError",
     "Data",
     "Experiment",
+    "Interval",
     "Task",
     "TaskError",
     "checkpoint_pieces",
@@ -38,6 +40,7 @@ __all__ = [
 # installed (PEP 562).
 _LAZY = {
     "BackProp": "coalesce.engine.backprop",
+    "Interval": "coalesce.search.space",
     "checkpoint_pieces": "coalesce.engine.checkpointing",
     "compile_step": "coalesce.engine.single",
     "load": "coalesce.store.read",

@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
 from coalesce.configuration.language import register_resolvers
-from coalesce.errors import ConfigError, RunFolderError, TaskError, nearest
+from coalesce.errors import ConfigError, Problem, RunFolderError, TaskError, nearest
 from coalesce.store.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -148,10 +148,14 @@ def run_order(order: Order) -> int:
     from coalesce.report.summary import print_summary
     from coalesce.runner.planning import make_plan
     from coalesce.runner.run import run
+    from coalesce.search.base import Listed
     from coalesce.store.frames import results_frame
     from coalesce.store.paths import RunPaths
     from coalesce.store.writer import RunWriter
 
+    if type(order.search) is not Listed:
+        name = type(order.search).__name__.lower()
+        raise ConfigError([Problem("search.name", name, "the runner cannot train it yet", "grid, random")])
     console = Console()
     # unstacked, a breakpoint may stop in the middle of it, and needs the terminal for itself
     waiting = console.status("planning: data, one plain step and one trace") if order.trainer.stack else nullcontext()
@@ -161,6 +165,7 @@ def run_order(order: Order) -> int:
         print_plan(plan, console)
         return DONE
     paths = RunPaths.create(order.runs, order.name)
+    order.search.keep(paths.study, f"{order.name}/{paths.folder.name}")
     try:
         results = run(plan, [RunWriter(paths, order.yaml), ProgressView(console)])
     except BaseException:

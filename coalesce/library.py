@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from coalesce.configuration import check_trainer, make_experiments, rides
+from coalesce.configuration import check_trainer, make_search, rides
+from coalesce.configuration.search import ANY, check_search
 from coalesce.errors import ConfigError, Problem
 from coalesce.runner.plan import Trainer
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
+from coalesce.search.base import Listed
 from coalesce.store.frames import results_frame
 from coalesce.task import Task
 
@@ -29,6 +31,7 @@ def sweep(
     data: Mapping[str, Any] | None = None,
     precision: str = "float32",
     zip: Sequence[Sequence[str]] = (),
+    search: str | Mapping[str, Any] = "grid",
     **trainer: Any,
 ) -> pd.DataFrame:
     """Train every experiment of a sweep and return one row for each.
@@ -45,6 +48,10 @@ def sweep(
         data: how the samples become batches: ``remainder``; and which ``fold`` they are of.
         precision: ``float32``, or ``bfloat16`` for `torch.autocast`.
         zip: groups of keys whose values run together instead of in all combinations.
+        search: which experiments are trained, and how far: ``"grid"`` (all of them), ``"random"``, ``"halving"``,
+            ``"asha"``, ``"pbt"`` or ``"optuna"``, or a mapping with ``name`` and its settings
+            (``{"name": "asha", "min_steps": 50}``; ``conf/search/*.yaml`` has them all).
+            Those that draw take `coalesce.Interval` as values.
         **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
 
     Returns:
@@ -72,11 +79,20 @@ def sweep(
         "precision": precision,
     }
     problems: tuple[Problem, ...] = ()
-    settings = Trainer()
+    checked: Trainer | None = None
+    settings = ANY
     try:
-        settings = check_trainer(trainer)
+        checked = check_trainer(trainer)
     except ConfigError as error:
         problems = error.problems
-    experiments, keys = make_experiments(base, params, zip, problems=problems, trainer=settings)
-    plan = make_plan("sweep", keys, experiments, rides, settings)
+    try:
+        settings = check_search(search, checked)
+    except ConfigError as error:
+        problems += error.problems
+    how = checked or Trainer()
+    found, keys = make_search(base, params, zip, problems=problems, trainer=how, settings=settings)
+    if type(found) is not Listed:
+        raise ConfigError([Problem("search.name", settings.name, "the runner cannot train it yet", "grid, random")])
+    experiments = found.known()
+    plan = make_plan("sweep", keys, experiments, rides, how)
     return results_frame(run(plan), keys, [experiment.id for experiment in experiments])

@@ -72,6 +72,7 @@ class Driver:
 
     def run(self) -> Driver:
         while trials := list(self._alike().ask(self.width)):
+            self._drop()
             self.asked.append([trial.experiment.id for trial in trials])
             queue = []
             for trial in trials:
@@ -87,7 +88,15 @@ class Driver:
                 while queue and len(lanes) < self.width:
                     lanes.append(queue.pop(0))
                 lanes = self._boundary(lanes)
+        self._drop()
+        assert not self.aside, "put aside and forgotten"
         return self
+
+    def _drop(self) -> None:
+        for name, stop in self._alike().dropped().items():
+            if name in self.aside:
+                self.reasons[name] = stop.reason
+                self._end(self.aside.pop(name), "stopped")
 
     def _alike(self) -> Search:
         if self.reload is not None:

@@ -54,7 +54,7 @@ def test_the_examples_of_help_work(cli: CommandLine) -> None:
     text = cli("--help").out.replace("\\\n", "")
     examples = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("  python -m coalesce")]
     counts = [len(cli.order(*arguments).experiments) for arguments in examples]
-    assert counts == [1, 64, 64, 16, 2, 4, 1, 3, 1]
+    assert counts == [1, 64, 64, 16, 2, 4, 64, 1, 3, 1]
     del sys.modules["my_task"]
 
 
@@ -236,6 +236,11 @@ MULTIRUN = [
     (["hydra.mode=MULTIRUN", "seed=3"], ["seed=3"], 1),
     (["optimizer.lr=tag(log,interval(1e-3,1))"], ["sweep.params={optimizer.lr: ${logspace:0.001,1.0,8}}"], 8),
     (["-m", "task.dropout=interval(0,0.7)"], ["sweep.params={task.dropout: ${linspace:0.0,0.7,8}}"], 8),
+    (
+        ["search=random", "search.samples=5", "optimizer.lr=tag(log,interval(1e-3,1))"],
+        ["search=random", "search.samples=5", 'sweep.params={optimizer.lr: "tag(log, interval(0.001, 1.0))"}'],
+        5,
+    ),
     (["-m", "optimizer.lr=0.1,0.2", "sweep.params.seed=1,2"], None, 4),
 ]
 

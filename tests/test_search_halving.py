@@ -90,7 +90,11 @@ def test_halving_keeps_exactly_the_best_part(order: list[int], width: int) -> No
     expected |= {e.id: 80 for e in experiments if order[e.seed] >= 14}
     assert driver.steps == expected
     assert sum(driver.steps.values()) == 16 * 10 + 8 * 10 + 4 * 20 + 2 * 40
-    assert set(driver.aside) == {name for name, steps in expected.items() if steps < 80}
+    assert {n for n, status in driver.status.items() if status == "stopped"} == {
+        n for n in expected if expected[n] < 80
+    }
+    worst = next(e.id for e in experiments if order[e.seed] == 0)
+    assert driver.reasons[worst] == "not among the best 8 of 16 at step 10: val/score=0"
     assert [len(asked) for asked in driver.asked] == [16, 8, 4, 2]
 
 

@@ -123,6 +123,18 @@ def test_a_copy_of_a_copy_goes_on_from_its_present_values() -> None:
     assert second.values["optimizer.lr"] == pytest.approx(min(0.1, rate * 1.2 * 1.2))
 
 
+def test_after_going_back_it_says_the_same_again() -> None:
+    search = population(POPULATION[:6], resample=0.3)
+    scores = {20: [0, 1, 2, 3, 4, 5.0], 40: [5, 4, 3, 2, 1, 0.0]}
+
+    def tell(step: int) -> Any:
+        return search.tell([Report(e, step, {METRIC: v}) for e, v in zip(POPULATION, scores[step], strict=False)])
+
+    first = [tell(20), tell(40)]
+    assert first == [tell(20), tell(40)]
+    assert first[0] != first[1]
+
+
 def test_only_at_its_interval_and_before_the_end_and_among_equals() -> None:
     values = [float(n) for n in range(20)]
     assert population().tell(reports(values, step=10)) == {}

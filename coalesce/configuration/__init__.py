@@ -5,7 +5,15 @@ alone.
 """
 
 from coalesce.configuration.resolve import rides
-from coalesce.configuration.sweep import DuplicateExperimentWarning, make_experiments
+from coalesce.configuration.search import check_search
+from coalesce.configuration.sweep import DuplicateExperimentWarning, make_experiments, make_search
 from coalesce.configuration.trainer import check_trainer
 
-__all__ = ["DuplicateExperimentWarning", "check_trainer", "make_experiments", "rides"]
+__all__ = [
+    "DuplicateExperimentWarning",
+    "check_search",
+    "check_trainer",
+    "make_experiments",
+    "make_search",
+    "rides",
+]

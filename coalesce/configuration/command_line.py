@@ -33,8 +33,9 @@ NODES = (*GROUPS, "sweep", "trainer", "search", "launcher")
 MULTIRUN = ("-m", "--multirun")
 #: So many commands are printed where one would not do.
 PRINTED = 8
-#: So many values are taken from an interval.
+#: So many values are taken from an interval, unless one of these searches draws from it.
 FROM_INTERVAL = 8
+DRAWING = ("random", "optuna")
 
 
 def adapt(overrides: Sequence[str]) -> list[str]:
@@ -86,7 +87,8 @@ def refuse_multirun(program: str, arguments: Sequence[str], overrides: Sequence[
     outside: dict[str, Override] = {}
     for line, override in sweeps.items():
         (inside if _in_experiment(override.key_or_group) else outside)[line] = override
-    words = {o.key_or_group: _values_text(o) for o in inside.values()}
+    draws = any(o.key_or_group == "search" and o._value in DRAWING for o in parsed.values())
+    words = {o.key_or_group: _values_text(o, draws) for o in inside.values()}
     new = [f"{PARAMS}={{{', '.join(f'{key}: {text}' for key, text in words.items())}}}"] if words else []
     listed = [[f"{o.get_key_element()}={value}" for value in _each(o)] for o in outside.values()]
     commands = [shlex_join([program, *rest, *chosen, *new]) for chosen in itertools.product(*listed)]
@@ -96,8 +98,9 @@ def refuse_multirun(program: str, arguments: Sequence[str], overrides: Sequence[
     if outside:
         names = ", ".join(o.key_or_group for o in outside.values())
         reasons.append(f"{names}: no part of an experiment, so each value is a run of its own.")
-    if any(o.is_interval_sweep() for o in inside.values()):
-        reasons.append(f"An interval is continuous: the command takes {FROM_INTERVAL} values from it.")
+    if any(o.is_interval_sweep() for o in inside.values()) and not draws:
+        drawing = "search=random or search=optuna draw from all of it"
+        reasons.append(f"An interval is continuous: the command takes {FROM_INTERVAL} values from it; {drawing}.")
     reasons.append("Run:" if len(commands) == 1 else "Run one after the other:")
     shown = [f"  {command}" for command in commands[:PRINTED]]
     more = ["  … and so on"] if len(commands) > PRINTED else []
@@ -155,11 +158,11 @@ def _each(override: Override) -> list[str]:
     return ["<value>"]
 
 
-def _values_text(override: Override) -> str:
+def _values_text(override: Override, draws: bool) -> str:
     value = override._value
     if isinstance(value, ChoiceSweep):
         return "[" + ", ".join(override.sweep_string_iterator()) + "]"
-    if isinstance(value, IntervalSweep):
+    if isinstance(value, IntervalSweep) and not draws:
         # a continuous range has no values of its own: the command takes some from it
         low, high = float(value.start or 0), float(value.end or 0)
         return f"${{{'logspace' if 'log' in value.tags and low > 0 else 'linspace'}:{low},{high},{FROM_INTERVAL}}}"
@@ -189,7 +192,10 @@ def _sweep_text(value: Sweep | Glob) -> str:
         text = f"range({value.start}, {value.stop}" + (f", {value.step})" if value.step != 1 else ")")
     else:
         assert isinstance(value, IntervalSweep)
-        text = f"interval({value.start}, {value.end})"
+        ends: list[Any] = [value.start, value.end]
+        text = f"interval({ends[0]}, {ends[1]})"
+        # as int(interval(1, 8)) leaves them
+        text = f"int({text})" if all(isinstance(end, int) for end in ends) else text
     if value.tags:
         text = f"tag({', '.join(sorted(value.tags))}, {text})"
     return f"shuffle({text})" if getattr(value, "shuffle", False) else text

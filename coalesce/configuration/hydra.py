@@ -20,13 +20,15 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coalesce.configuration.language import read_sweep
 from coalesce.configuration.params import unique
+from coalesce.configuration.search import ANY, check_search
 from coalesce.configuration.sources import Sources, files_of
-from coalesce.configuration.sweep import make_experiments
+from coalesce.configuration.sweep import make_search
 from coalesce.configuration.trainer import check_trainer
 from coalesce.configuration.values import MISSING, Kind, coerce
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import KEYS, Experiment
 from coalesce.runner.plan import Trainer
+from coalesce.search.base import Search
 from coalesce.store.paths import check_root
 
 #: Top-level keys that belong to no experiment.
@@ -36,7 +38,7 @@ SWEEP: dict[str, Any] = {"name": None, "params": {}, "zip": [], "limit": 10_000}
 #: The line with which a file sets keys outside of its group.
 GLOBAL = "# @package _global_"
 #: The options of the groups that only have a name so far.
-NAMED = {"search": ("grid",), "launcher": ("local",)}
+NAMED = {"launcher": ("local",)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Order:
     Args:
         name: the sweep's name.
         keys: the swept keys, dotted, in the sweep's order.
-        experiments: in the sweep's order, each once.
+        search: what says which experiments are trained. To be told where it may keep records before it is asked.
         trainer: how they are run.
         runs: the folder that run folders are made in.
         plan_only: print the plan and stop.
@@ -56,12 +58,17 @@ class Order:
 
     name: str
     keys: tuple[str, ...]
-    experiments: tuple[Experiment, ...]
+    search: Search
     trainer: Trainer
     runs: Path
     plan_only: bool
     yaml: str
     source: Callable[[str], str]
+
+    @property
+    def experiments(self) -> tuple[Experiment, ...]:
+        """Those that the search knows beforehand, in the sweep's order, each once: see `Search.known`."""
+        return tuple(self.search.known())
 
 
 def read_order(config: DictConfig, node: HydraConf) -> Order:
@@ -89,14 +96,20 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
     runs = _runs(whole.get("runs", "runs"), plan_only, problems)
     for group, names in NAMED.items():
         problems += _named(group, whole.get(group, {"name": names[0]}), names)
-    trainer = Trainer()
+    checked: Trainer | None = None
     try:
-        trainer = check_trainer(_mapping("trainer", whole.get("trainer"), problems))
+        checked = check_trainer(_mapping("trainer", whole.get("trainer"), problems))
+    except ConfigError as error:
+        problems += error.problems
+    trainer = checked or Trainer()
+    settings = ANY
+    try:
+        settings = check_search(_mapping("search", whole.get("search"), problems), checked)
     except ConfigError as error:
         problems += error.problems
     params, found = unique(sweep["params"], _given(given))
     problems += found
-    experiments, keys = make_experiments(
+    search, keys = make_search(
         base,
         params,
         sweep["zip"],
@@ -107,10 +120,11 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         source=sources,
         problems=problems,
         trainer=trainer,
+        settings=settings,
     )
     _warn_without_effect(given, keys)
     text = OmegaConf.to_yaml(OmegaConf.create(whole))
-    return Order(sweep["name"], keys, tuple(experiments), trainer, runs, plan_only, text, sources)
+    return Order(sweep["name"], keys, search, trainer, runs, plan_only, text, sources)
 
 
 def to_plain(node: Any, problems: list[Problem], key: str = "") -> Any:

@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import ListConfig, OmegaConf
 
 from coalesce.errors import ConfigError, Problem
+from coalesce.search.space import Interval, Values
 
 SYNTAX = 'a list, or a quoted text: "choice(a, b)", "range(0, 8)"'
 #: More values than any sweep has; a larger count is a slip of the pen, and would fill the memory.
@@ -72,7 +73,7 @@ def _spaced(low: float, high: float, n: int, value: Callable[[float], float]) ->
     return [float(low), *inside, float(high)][:n]
 
 
-def read_sweep(options: Callable[[str], Sequence[str]], limit: int) -> Callable[[str, str], Sequence[Any]]:
+def read_sweep(options: Callable[[str], Sequence[str]], limit: int) -> Callable[[str, str], Values]:
     """Make the function that reads Hydra's sweep syntax into values.
 
     Args:
@@ -80,17 +81,14 @@ def read_sweep(options: Callable[[str], Sequence[str]], limit: int) -> Callable[
         limit: no more values than this, plus one, are written down.
     """
 
-    def read(key: str, text: str) -> Sequence[Any]:
+    def read(key: str, text: str) -> Values:
         try:
             override = OverridesParser.create().parse_override(f"value={text}")
         except HydraException as error:
             raise _wrong(key, text, f"cannot be read: {str(error).splitlines()[0]}", SYNTAX) from None
         sweep: Any = override._value
         if isinstance(sweep, IntervalSweep):
-            low, high = sweep.start, sweep.end
-            rule = "is a continuous range, from which search=random or search=optuna draw; search=grid needs values"
-            ends = f"{low:g},{high:g},8"
-            raise _wrong(key, text, rule, f"a list, ${{linspace:{ends}}} or ${{logspace:{ends}}}")
+            return _interval(key, text, sweep)
         if isinstance(sweep, Glob):
             names = options(key)
             if not names:
@@ -106,6 +104,19 @@ def read_sweep(options: Callable[[str], Sequence[str]], limit: int) -> Callable[
         raise _wrong(key, text, "must be a list of the values to sweep", SYNTAX)
 
     return read
+
+
+def _interval(key: str, text: str, sweep: IntervalSweep) -> Interval:
+    if sweep.tags - {"log"}:
+        raise _wrong(key, text, f"has an unknown tag: {', '.join(sorted(sweep.tags - {'log'}))}", "tag(log, ...)")
+    low: Any = sweep.start
+    high: Any = sweep.end
+    # Hydra reads the ends of interval(1, 8) as floats, those of int(interval(1, 8)) as integers
+    integer = isinstance(low, int) and isinstance(high, int)
+    try:
+        return Interval(low, high, "log" in sweep.tags, integer)
+    except ValueError as error:
+        raise _wrong(key, text, str(error), "interval(low, high), tag(log, interval(low, high))") from None
 
 
 def _range(key: str, text: str, sweep: RangeSweep, override: Override, limit: int) -> Sequence[Any]:

@@ -8,9 +8,10 @@ from typing import Any
 from coalesce.configuration.values import plain
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import GROUPS, KEYS
+from coalesce.search.space import Interval, Values
 
 #: Reads a text in a sweep language into values; raises ConfigError. Arguments: the swept key and the text.
-Read = Callable[[str, str], Sequence[Any]]
+Read = Callable[[str, str], Values]
 
 LISTS = "a list of values: [0.1, 0.01]"
 
@@ -47,19 +48,19 @@ def _paths(params: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
             yield path, value
 
 
-def flatten(params: Mapping[str, Any], read: Read | None) -> tuple[dict[str, Sequence[Any]], list[Problem]]:
+def flatten(params: Mapping[str, Any], read: Read | None) -> tuple[dict[str, Values], list[Problem]]:
     """Parameters as dotted key → values.
 
     Args:
-        params: nested or dotted keys; at the end of each a list, any other sequence, a text for ``read``, or None:
-            the key is not swept after all.
+        params: nested or dotted keys; at the end of each a list, any other sequence, an interval, a text for
+            ``read``, or None: the key is not swept after all.
         read: what reads a text; without it, a text is a problem.
 
     Returns:
         What can be used of it, and what is wrong with the rest.
     """
     raws, problems = unique(params)
-    values: dict[str, Sequence[Any]] = {}
+    values: dict[str, Values] = {}
     for key, raw in raws.items():
         if raw is None:
             continue
@@ -68,7 +69,7 @@ def flatten(params: Mapping[str, Any], read: Read | None) -> tuple[dict[str, Seq
         except ConfigError as error:
             problems += error.problems
             continue
-        if len(found):
+        if isinstance(found, Interval) or len(found):
             values[key] = found
         else:
             problems.append(Problem(key, raw, "has no values to sweep", f"{LISTS}, of at least one value"))
@@ -76,10 +77,10 @@ def flatten(params: Mapping[str, Any], read: Read | None) -> tuple[dict[str, Seq
     return values, problems
 
 
-def _values(key: str, raw: Any, read: Read | None) -> Sequence[Any]:
+def _values(key: str, raw: Any, read: Read | None) -> Values:
     if isinstance(raw, str) and read is not None:
         return read(key, raw)
-    if isinstance(raw, range):
+    if isinstance(raw, range | Interval):
         return raw
     if isinstance(raw, str | bytes) or not (isinstance(raw, list | tuple) or hasattr(raw, "tolist")):
         raise ConfigError([Problem(key, raw, "must be a list of the values to sweep", LISTS)])
@@ -101,9 +102,7 @@ def _overlaps(values: Iterable[str]) -> list[Problem]:
     ]
 
 
-def known_keys(
-    values: Mapping[str, Sequence[Any]], known: Sequence[str]
-) -> tuple[dict[str, Sequence[Any]], list[Problem]]:
+def known_keys(values: Mapping[str, Values], known: Sequence[str]) -> tuple[dict[str, Values], list[Problem]]:
     """Keep the keys that can belong to an experiment.
 
     Args:
@@ -121,13 +120,14 @@ def known_keys(
             "keys of task, optimizer, schedule and data (optimizer.lr); task, optimizer and schedule themselves; "
             "steps, batch_size, seed"
         )
-        problems.append(Problem(key, list(found[:3]), "unknown key: no part of an experiment", valid, near))
+        shown = str(found) if isinstance(found, Interval) else list(found[:3])
+        problems.append(Problem(key, shown, "unknown key: no part of an experiment", valid, near))
     return kept, problems
 
 
 def zip_axes(
-    zip_groups: Any, values: Mapping[str, Sequence[Any]], mentioned: Iterable[str]
-) -> tuple[list[list[str]], dict[str, Sequence[Any]], list[Problem]]:
+    zip_groups: Any, values: Mapping[str, Values], mentioned: Iterable[str]
+) -> tuple[list[list[str]], dict[str, Values], list[Problem]]:
     """Check zip groups.
 
     Args:
@@ -145,6 +145,7 @@ def zip_axes(
     kept: list[list[str]] = []
     problems = []
     taken: set[str] = set()
+    lists = {key: found for key, found in values.items() if not isinstance(found, Interval)}
     for group in groups:
         if not isinstance(group, list | tuple) or not all(isinstance(key, str) for key in group):
             valid = "a list of lists of swept keys: [[optimizer.lr, schedule.warmup]]"
@@ -154,16 +155,19 @@ def zip_axes(
         for key in group:
             if key in taken:
                 problems.append(Problem("sweep.zip", key, "is zipped twice", "each key in one group, once"))
-            elif key in values:
+            elif key in lists:
                 usable.append(key)
+            elif key in values:
+                rule = "has an interval, which cannot belong to other values"
+                problems.append(Problem("sweep.zip", key, rule, "keys with lists of equally many values"))
             elif key not in mentioned:
                 rule = "names a key that is not swept"
                 problems.append(Problem("sweep.zip", key, rule, ", ".join(values), nearest(key, values)))
             taken.add(key)
-        lengths = {key: len(values[key]) for key in usable}
+        lengths = {key: len(lists[key]) for key in usable}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"{key} has {length}" for key, length in lengths.items())
             problems.append(Problem("sweep.zip", list(group), f"its keys must have equally many values, but {listed}"))
-            rest |= {key: values[key][: min(lengths.values())] for key in usable}
+            rest |= {key: lists[key][: min(lengths.values())] for key in usable}
         kept += [usable] if usable else []
     return kept, rest, problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,16 @@ from coalesce.configuration.options import (
     rule_names,
 )
 from coalesce.configuration.params import Read, flatten, known_keys, unique, zip_axes
-from coalesce.configuration.resolve import Resolver
+from coalesce.configuration.probes import corners
+from coalesce.configuration.resolve import Resolver, rides
+from coalesce.configuration.search import SearchSettings
+from coalesce.configuration.searching import build, check_beside, count, looked_at, members
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import GROUPS, Experiment, leaves
 from coalesce.runner.plan import Trainer
+from coalesce.search.base import Search
 from coalesce.search.grid import Grid
+from coalesce.search.space import REPEATED, Interval, Space, Values
 
 #: How many members of a sweep that is refused anyway are looked at, to find what else is wrong.
 LOOKED_AT = 1000
@@ -36,6 +41,24 @@ def make_experiments(
     params: Mapping[str, Any] | None = None,
     zip_groups: Sequence[Sequence[str]] = (),
     limit: int = 10_000,
+    **how: Any,
+) -> tuple[list[Experiment], tuple[str, ...]]:
+    """Expand a sweep into its experiments: those that its search knows beforehand, by default the grid's.
+
+    Arguments and what is raised are `make_search`'s.
+
+    Returns:
+        The experiments in the sweep's order, each once; and the swept keys, dotted.
+    """
+    search, keys = make_search(base, params, zip_groups, limit, **how)
+    return list(search.known()), keys
+
+
+def make_search(
+    base: Mapping[str, Any],
+    params: Mapping[str, Any] | None = None,
+    zip_groups: Sequence[Sequence[str]] = (),
+    limit: int = 10_000,
     *,
     compose: Compose | None = None,
     options: Callable[[str], Sequence[str]] | None = None,
@@ -43,12 +66,14 @@ def make_experiments(
     source: Callable[[str], str] | None = None,
     problems: Iterable[Problem] = (),
     trainer: Trainer | None = None,
-) -> tuple[list[Experiment], tuple[str, ...]]:
+    settings: SearchSettings | None = None,
+) -> tuple[Search, tuple[str, ...]]:
     """Expand a sweep.
 
     The experiments are every combination of the values, the first key varying slowest; keys of a zip group run
-    together. ``optimizer``, ``task`` and ``schedule`` themselves are swept by the names of their options; null, given
-    with an option that has no such key, leaves the key out (see `Lacking`).
+    together. A search that draws takes some of the combinations, and values of intervals. ``optimizer``, ``task`` and
+    ``schedule`` themselves are swept by the names of their options; null, given with an option that has no such key,
+    leaves the key out (see `Lacking`).
 
     Args:
         base: ``task`` (``_target_`` and arguments, or the class), ``optimizer`` and ``schedule`` (``name`` and
@@ -63,10 +88,12 @@ def make_experiments(
         source: key → where its value stands ("command line", a file); a swept key is asked for as
             ``sweep.params.<key>``.
         problems: what was found wrong before; reported together with what is found here.
-        trainer: how the experiments will be run; its settings stand in for what follows them, see `Hyper.follows`.
+        trainer: how the experiments will be run; its settings stand in for what follows them, see `Hyper.follows`, and
+            it names the metric that a search goes by.
+        settings: of the search; by default the grid.
 
     Returns:
-        The experiments in the sweep's order, each once; and the swept keys, dotted.
+        The search, whose `Search.known` are the experiments, each once; and the swept keys, dotted.
 
     Raises:
         ConfigError: with every problem found.
@@ -78,28 +105,80 @@ def make_experiments(
     written = list(unique(params or {})[0])
     given, wrong = flatten(params or {}, read)
     found += wrong
-    trainer = trainer or Trainer()
+    trainer, settings = trainer or Trainer(), settings or SearchSettings()
     resolved, _, _ = Resolver(base, trainer).resolve(base)
     values, wrong = known_keys(given, [key for key, _ in leaves(resolved)])
     found += wrong
     # a key that is reported above is not reported again where a zip group names it
     zips, values, wrong = zip_axes(zip_groups, values, set(written))
     found += wrong
-    bad, wrong = check_options(values, options or rule_names)
+    keys = tuple(values)
+    values, wrong = usable_values(values, settings, limit, options or rule_names)
     found += wrong
-    grid = Grid(values, zips)
-    if grid.count > limit:
+    lists = {key: given for key, given in values.items() if not isinstance(given, Interval)}
+    bad, wrong = check_options(lists, options or rule_names)
+    found += wrong
+    grid = Grid(lists, zips)
+    # a grid that is too large is not written down
+    space = Space(values, zips) if settings.draws or grid.count <= limit else Space({})
+    if count(settings, grid, space) > limit:
+        many = count(settings, grid, space)
         counts = " x ".join(str(length) for length in grid.lengths)
-        rule = f"the sweep has {grid.count} experiments ({counts})"
+        rule = f"the sweep has {many} experiments" + (f" ({counts})" if settings.samples is None else "")
         found.append(Problem("sweep.limit", limit, rule, "fewer values, or a higher sweep.limit"))
-    members = _Members(base, compose or rule_defaults(base), trainer)
+    make = _Members(base, compose or rule_defaults(base), trainer)
+    if space.intervals and not found:
+        for member in corners(space):
+            make.make(member)
+        found += make.problems
+        make.problems = []
     # what is refused is looked at all the same, to report everything at once; each member looked at is a real one
-    chosen = (m for m in grid.diagonal(LOOKED_AT) if not bad & options_of(m)) if found else iter(grid)
-    experiments = [experiment for member in chosen if (experiment := members.make(member)) is not None]
-    found += members.problems + members.lacking.problems(complete=not bad)
+    chosen: Iterator[dict[str, Any]]
     if found:
-        raise ConfigError(_once(found, written, source))
-    return _without_duplicates(experiments), tuple(values)
+        chosen = (m for m in looked_at(settings, grid, space, LOOKED_AT) if not bad & options_of(m))
+    else:
+        chosen = members(settings, grid, space, make.tried, rides)
+    experiments = []
+    try:
+        experiments = [experiment for member in chosen if (experiment := make.make(member)) is not None]
+    except ConfigError as error:
+        found += error.problems
+    # of what is drawn, an option may be missing
+    found += make.problems + make.lacking.problems(complete=not bad and not settings.draws)
+    if not found:
+        found += check_beside(settings, trainer, experiments, space, rides)
+    if found:
+        raise ConfigError(_once(found, written, source, space.intervals))
+    alike = _without_duplicates(experiments) if settings.name != "optuna" else experiments
+    return build(settings, trainer, alike, space, make.experiment, rides), keys
+
+
+def usable_values(
+    values: Mapping[str, Values], settings: SearchSettings, limit: int, options: Callable[[str], Sequence[str]]
+) -> tuple[dict[str, Values], list[Problem]]:
+    """Keep the values that the search can take: the grid no intervals, one that draws no list without an end."""
+    kept, problems = dict(values), []
+    for key, given in values.items():
+        if isinstance(given, Interval) and key in GROUPS:
+            rule = f"has options; an interval is of numbers. To sweep one of its keys, name it: {key}.<key>"
+            problems.append(Problem(key, str(given), rule, ", ".join(options(key))))
+            del kept[key]
+        elif isinstance(given, Interval) and not settings.draws:
+            drawing = "which search=random or search=optuna draw"
+            if settings.name != "grid":
+                drawing = f"which search={settings.name} draws from if it has search.samples"
+            ends = f"{given.low:g},{given.high:g},8"
+            valid = f"a list, ${{linspace:{ends}}} or ${{logspace:{ends}}}"
+            rule = f"is a continuous range, {drawing}; search={settings.name} needs values"
+            problems.append(Problem(key, str(given), rule, valid))
+            del kept[key]
+        elif not isinstance(given, Interval) and settings.draws and key not in REPEATED and len(given) > limit:
+            rule = f"has {len(given)} values, more than sweep.limit={limit}"
+            problems.append(Problem(key, list(given[:3]), rule, "fewer, or an interval: int(interval(low, high))"))
+    if any(problem.rule.endswith(f"sweep.limit={limit}") for problem in problems):
+        # what is zipped stays equally long
+        kept = {key: given if isinstance(given, Interval) else given[:1] for key, given in kept.items()}
+    return kept, problems
 
 
 class _Members:
@@ -138,6 +217,25 @@ class _Members:
             for key, value in member.items()
         }
         return Experiment(resolved, values, introduced)
+
+    def tried(self, member: Mapping[str, Any]) -> Experiment | None:
+        """The same for one that nobody asked for: what is wrong with it does not count."""
+        before = list(self.problems)
+        made = self.make(member)
+        self.problems = before
+        return made
+
+    def experiment(self, member: Mapping[str, Any]) -> Experiment:
+        """The same for one that is asked for later.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        self.problems = []
+        made = self.make(member)
+        if made is None:
+            raise ConfigError(_once(self.problems + self.lacking.problems(complete=False), (), None))
+        return made
 
     def _based_on(self, chosen: Mapping[str, Any]) -> tuple[Mapping[str, Any], Resolver] | None:
         name = repr(chosen)
@@ -203,12 +301,20 @@ def _listed(value: Any) -> Any:
     return {k: _listed(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def _once(problems: list[Problem], swept: Iterable[str], source: Callable[[str], str] | None) -> list[Problem]:
+def _once(
+    problems: list[Problem],
+    swept: Iterable[str],
+    source: Callable[[str], str] | None,
+    intervals: Mapping[str, Interval] | None = None,
+) -> list[Problem]:
     """Each problem once, though many experiments have it, with its source."""
     result = {}
     for problem in problems:
-        # an unknown key is unknown whatever its value
-        value = None if problem.rule.startswith("unknown key") else repr(problem.value)
+        interval = (intervals or {}).get(problem.key)
+        # an unknown key is unknown whatever its value, and one drawn from an interval stands for all
+        value = None if problem.rule.startswith("unknown key") or interval else repr(problem.value)
+        if interval is not None and "integer" in problem.rule and not interval.integer:
+            problem = replace(problem, value=str(interval), valid=f"whole numbers: int({interval})")
         same = (problem.key, problem.rule, value)
         if same in result:
             continue

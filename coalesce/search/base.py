@@ -102,6 +102,9 @@ class Search:
     #: that ended since stay ended, and the search is told so.
     replays = False
 
+    #: Whether it asks more than once, so that a cohort's graph is needed again.
+    asks_again = False
+
     def ask(self, width: int) -> Sequence[Trial]:
         """What to train next, in this order.
 
@@ -125,11 +128,19 @@ class Search:
     def ended(self, ending: Ending) -> None:
         """One experiment ended, after `tell`. It is told once, also of one that ended before the run was resumed."""
 
+    def dropped(self) -> Mapping[str, Stop]:
+        """Experiments that were put aside and will not be asked for again: they end here. To be called after `ask`.
+
+        Returns:
+            id → why. What is named once may be named again.
+        """
+        return {}
+
     def known(self) -> Sequence[Experiment]:
         """Experiments to make a plan of, in the order of the results: all that there will be, where that is known.
 
         Otherwise (`lists` is false) a few that are never trained, but show by their values what rides: for each graph
-        that the search may ask for, as far as they can be counted, some that differ in every float that rides there.
+        that the search may ask for, some that differ in every float that rides there.
         """
         raise NotImplementedError
 

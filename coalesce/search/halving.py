@@ -29,6 +29,12 @@ def rungs(steps: int, min_steps: int, factor: int) -> list[int]:
     return found
 
 
+def not_among(kept: int, count: int, rung: int, metric: Metric, value: float) -> str:
+    """Why an experiment does not go on from a rung."""
+    best = f"among the best {kept}" if kept > 1 else "the best"
+    return f"not {best} of {count} at step {rung}: {metric.name}={value:g}"
+
+
 class Halving(Search):
     """Successive halving: the experiments of a rung are put aside when they have come to it; when all have, the best
     of them go on, from where they are.
@@ -44,6 +50,7 @@ class Halving(Search):
     """
 
     replays = True
+    asks_again = True
 
     def __init__(self, experiments: Sequence[Experiment], metric: Metric, min_steps: int, factor: int):
         self.experiments = tuple(experiments)
@@ -55,14 +62,22 @@ class Halving(Search):
         self._rung = 0
         #: Those of them that will be put aside, and what was measured there: NaN until it is.
         self._values: dict[str, float] = {}
+        #: Why experiments did not go on from the last rung.
+        self._dropped: dict[str, str] = {}
 
     def ask(self, width: int) -> Sequence[Trial]:
         if self._generation == 0:
             going = list(self.experiments)
             self._rung = self._min_steps
         else:
-            best = set(self._metric.ranked(self._values)[: best_of(len(self._values), self._factor)])
+            kept = best_of(len(self._values), self._factor)
+            best = set(self._metric.ranked(self._values)[:kept])
             going = [self._by_id[name] for name in self._values if name in best]
+            self._dropped = {
+                name: not_among(kept, len(self._values), self._rung, self._metric, value)
+                for name, value in self._values.items()
+                if name not in best
+            }
             self._rung *= self._factor
         self._generation += 1
         # one alone has nobody to be compared with
@@ -81,15 +96,20 @@ class Halving(Search):
         if ending.experiment.id in self._values and ending.status != "finished":
             self._values[ending.experiment.id] = float("nan")
 
+    def dropped(self) -> Mapping[str, Stop]:
+        return {name: Stop(reason) for name, reason in self._dropped.items()}
+
     def known(self) -> Sequence[Experiment]:
         return self.experiments
 
     def state_dict(self) -> dict[str, Any]:
-        return {"generation": self._generation, "rung": self._rung, "values": dict(self._values)}
+        values, dropped = dict(self._values), dict(self._dropped)
+        return {"generation": self._generation, "rung": self._rung, "values": values, "dropped": dropped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._generation, self._rung = int(state["generation"]), int(state["rung"])
         self._values = {str(name): float(value) for name, value in state["values"].items()}
+        self._dropped = dict(state["dropped"])
 
     @property
     def count(self) -> int:
@@ -140,9 +160,8 @@ class Asha(Listed):
             came = self._came[rung]
             kept = best_of(len(came), self._factor)
             if report.experiment.id not in self._metric.ranked(came)[:kept]:
-                best = f"among the best {kept}" if kept > 1 else "the best"
-                reason = f"not {best} of {len(came)} at step {rung}: {self._metric.name}={came[report.experiment.id]:g}"
-                stopped[report.experiment.id] = Stop(reason)
+                value = came[report.experiment.id]
+                stopped[report.experiment.id] = Stop(not_among(kept, len(came), rung, self._metric, value))
         return stopped
 
     def state_dict(self) -> dict[str, Any]:

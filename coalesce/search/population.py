@@ -75,8 +75,8 @@ class Population(Listed):
         self._by_id = {experiment.id: experiment for experiment in experiments}
         self._metric, self._axes, self._interval = metric, dict(axes), interval
         self._fraction, self._factors, self._resample, self._seed = fraction, tuple(factors), resample, seed
-        #: Experiment → the values that it trains with now, where they are no longer its own.
-        self._now: dict[str, dict[str, float]] = {}
+        #: Experiment → from which step on it trains with which values, where they are no longer its own.
+        self._changes: dict[str, dict[int, dict[str, float]]] = {}
 
     def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
         at: dict[int, dict[str, Report]] = {}
@@ -86,7 +86,11 @@ class Population(Listed):
         verdicts: dict[str, Copy] = {}
         for step, members in at.items():
             verdicts |= self._exploit(step, members)
-        self._now |= {name: dict(verdict.values) for name, verdict in verdicts.items()}
+        for step, members in at.items():
+            for name in members:
+                # an experiment that went back to a snapshot comes by here again
+                kept = {before: v for before, v in self._changes.get(name, {}).items() if before < step}
+                self._changes[name] = kept | ({step: dict(verdicts[name].values)} if name in verdicts else {})
         return verdicts
 
     def _exploit(self, step: int, members: Mapping[str, Report]) -> dict[str, Copy]:
@@ -100,11 +104,15 @@ class Population(Listed):
         verdicts: dict[str, Copy] = {}
         for name in (name for name in members if name in chosen):
             source = best[integer(self._seed, "source", step, name, below=len(best))]
-            verdicts[name] = Copy(source, self._explored(self._values(source), step, name))
+            verdicts[name] = Copy(source, self._explored(self._values(source, step), step, name))
         return verdicts
 
-    def _values(self, name: str) -> dict[str, float]:
-        return self._now.get(name) or {key: float(self._by_id[name].values[key]) for key in self._axes}
+    def _values(self, name: str, step: int) -> dict[str, float]:
+        """The values that an experiment has trained with until this step."""
+        changes = [before for before in self._changes.get(name, {}) if before < step]
+        if changes:
+            return self._changes[name][max(changes)]
+        return {key: float(self._by_id[name].values[key]) for key in self._axes}
 
     def _explored(self, values: Mapping[str, float], step: int, name: str) -> dict[str, float]:
         return {key: self._changed(key, value, step, name) for key, value in values.items()}
@@ -119,8 +127,12 @@ class Population(Listed):
         return float(bounds.clipped(rounded(value * factor)))
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"now": {name: dict(values) for name, values in self._now.items()}}
+        changes = {name: {str(step): dict(v) for step, v in steps.items()} for name, steps in self._changes.items()}
+        return super().state_dict() | {"changes": changes}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._now = {str(n): {str(k): float(v) for k, v in values.items()} for n, values in state["now"].items()}
+        self._changes = {
+            str(name): {int(step): {str(k): float(v) for k, v in values.items()} for step, values in steps.items()}
+            for name, steps in state["changes"].items()
+        }

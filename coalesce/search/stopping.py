@@ -31,10 +31,10 @@ class Stopping(Search):
     ):
         self.inner = inner
         self.replays = inner.replays
-        self.lists = inner.lists
+        self.lists, self.asks_again = inner.lists, inner.asks_again
         self._metric, self._patience, self._min_delta, self._target = metric, patience, min_delta, target
-        #: Experiment → the best value that counted as an improvement, and measurements since then.
-        self._history: dict[str, tuple[float, int]] = {}
+        #: Experiment → the best value that counted as an improvement, measurements since then, and the last one's step.
+        self._history: dict[str, tuple[float, int, int]] = {}
 
     def ask(self, width: int) -> Sequence[Trial]:
         return self.inner.ask(width)
@@ -43,9 +43,12 @@ class Stopping(Search):
         verdicts = dict(self.inner.tell(reports))
         for report in (r for r in reports if self._metric.name in r.metrics):
             name, value = report.experiment.id, self._metric.of(report.metrics)
-            best, since = self._history.get(name, (math.nan, 0))
+            best, since, step = self._history.get(name, (math.nan, 0, 0))
+            if report.step <= step:
+                # told before: the experiment went back to a snapshot
+                continue
             improved = self._metric.is_better(value, best, self._min_delta)
-            self._history[name] = (value, 0) if improved else (best, since + 1)
+            self._history[name] = (value, 0, report.step) if improved else (best, since + 1, report.step)
             if self._target is not None and self._metric.reaches(value, self._target):
                 verdicts[name] = Stop(f"{self._metric.name}={value:g} reached the target of {self._target:g}")
             elif self._patience is not None and self._history[name][1] >= self._patience and name not in verdicts:
@@ -53,13 +56,16 @@ class Stopping(Search):
                 count = f"{self._patience} measurements" if self._patience > 1 else "one measurement"
                 verdicts[name] = Stop(f"{self._metric.name} has not improved{more} in {count}")
         for name, verdict in verdicts.items():
-            if isinstance(verdict, Copy):
-                self._history.pop(name, None)
+            if isinstance(verdict, Copy) and name in self._history:
+                self._history[name] = (math.nan, 0, self._history[name][2])
         return verdicts
 
     def ended(self, ending: Ending) -> None:
         self._history.pop(ending.experiment.id, None)
         self.inner.ended(ending)
+
+    def dropped(self) -> Mapping[str, Stop]:
+        return self.inner.dropped()
 
     def known(self) -> Sequence[Experiment]:
         return self.inner.known()
@@ -72,7 +78,9 @@ class Stopping(Search):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.inner.load_state_dict(state["inner"])
-        self._history = {str(name): (float(best), int(since)) for name, (best, since) in state["history"].items()}
+        self._history = {
+            str(name): (float(best), int(since), int(step)) for name, (best, since, step) in state["history"].items()
+        }
 
     @property
     def count(self) -> int:

@@ -124,6 +124,11 @@ class RunPaths:
         return self.weights_folder / f"{experiment}{suffix}.safetensors"
 
     @property
+    def study(self) -> Path:
+        """Optuna's study, SQLite."""
+        return self.folder / "study.db"
+
+    @property
     def lock(self) -> Path:
         """Held by the process that writes here."""
         return self.folder / (".lock" if self.job is None else f".lock-{self.job}")
