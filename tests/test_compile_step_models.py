@@ -28,6 +28,12 @@ from compile_step_helpers import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """The products are tiny: a second thread costs more than it gives, above all where the cores are shared."""
+    torch.set_num_threads(1)
+
+
 def adamw(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
 
