@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 #: The keys of an experiment's configuration: everything that determines its result, and nothing else.
 KEYS = ("task", "optimizer", "schedule", "steps", "batch_size", "seed", "data", "precision")
@@ -152,9 +152,33 @@ class Experiment:
         """One of ``PRECISIONS``."""
         return str(self.config.get("precision", YOUNGER["precision"]))
 
+    def varied(self, values: Mapping[str, float]) -> Experiment:
+        """The same with other floats.
+
+        Args:
+            values: dotted key of the configuration → its new value.
+
+        Raises:
+            KeyError: there is no such key.
+        """
+        config = dict(self.config)
+        for key, value in values.items():
+            config = _put(config, key.split("."), value)
+        return replace(self, config=config)
+
     def __str__(self) -> str:
         values = ", ".join(f"{k}={v}" for k, v in self.values.items())
         return f"{self.id} ({values})" if values else self.id
+
+
+def _put(config: Any, path: Sequence[str], value: Any) -> Any:
+    """A copy of a configuration with one leaf replaced; what it shares with the first one is not copied."""
+    if not path:
+        return value
+    name: Any = int(path[0]) if isinstance(config, list | tuple) else path[0]
+    if isinstance(config, list | tuple):
+        return [_put(v, path[1:], value) if i == name else v for i, v in enumerate(config)]
+    return {**config, name: _put(config[name], path[1:], value)}
 
 
 @dataclass(frozen=True)
@@ -165,35 +189,62 @@ class Cohort:
         index: its number in the plan.
         experiments: in the order of the sweep.
         riding: the dotted keys that differ within the cohort and are inputs of its graph.
+        shape: a hash of what its experiments have in common, and which of their keys might ride.
+        probes: experiments that are not to be trained, and show what may differ: those of a search that makes its
+            experiments as it goes.
     """
 
     index: int
     experiments: tuple[Experiment, ...]
     riding: tuple[str, ...]
+    shape: str = ""
+    probes: tuple[Experiment, ...] = ()
+
+    @property
+    def members(self) -> tuple[Experiment, ...]:
+        """Experiments and probes; at least one."""
+        return (*self.experiments, *self.probes)
 
 
-def group(experiments: Iterable[Experiment], rides: Callable[[Experiment, str, Any], bool]) -> list[Cohort]:
+#: Says whether a leaf may differ within a graph: experiment, dotted key, value.
+Rides: TypeAlias = Callable[[Experiment, str, Any], bool]
+
+
+def group(experiments: Iterable[Experiment], rides: Rides, probes: Iterable[Experiment] = ()) -> list[Cohort]:
     """Split experiments into cohorts by the law "floats ride, the rest splits".
 
     Args:
         experiments: in any order; cohorts keep it, and are numbered by their first experiment.
         rides: ``rides(experiment, dotted key, value)`` says whether the leaf may differ within a graph. What
             rides must still ride everywhere: a float in one experiment and None in another splits.
+        probes: see `Cohort`.
 
     Raises:
         TypeError: a configuration holds what has no place in one.
     """
-    cohorts: dict[str, list[tuple[Experiment, dict[str, Any]]]] = {}
-    for experiment in experiments:
-        riding = {key: value for key, value in leaves(experiment.config) if rides(experiment, key, value)}
-        shape = _text([_fixed(experiment.config, riding), sorted(riding)])
-        cohorts.setdefault(shape, []).append((experiment, riding))
+    cohorts: dict[str, list[tuple[Experiment, bool, dict[str, Any]]]] = {}
+    for given, is_probe in ((experiments, False), (probes, True)):
+        for experiment in given:
+            shape, riding = _shape(experiment, rides)
+            cohorts.setdefault(shape, []).append((experiment, is_probe, riding))
     result = []
-    for index, members in enumerate(cohorts.values()):
-        first = members[0][1]
-        differs = tuple(k for k in first if any(m[1][k] != first[k] for m in members[1:]))
-        result.append(Cohort(index, tuple(e for e, _ in members), differs))
+    for index, (shape, members) in enumerate(cohorts.items()):
+        first = members[0][2]
+        differs = tuple(k for k in first if any(riding[k] != first[k] for _, _, riding in members[1:]))
+        tested = [tuple(e for e, is_probe, _ in members if is_probe is wanted) for wanted in (False, True)]
+        result.append(Cohort(index, tested[0], differs, shape, tested[1]))
     return result
+
+
+def shape_of(experiment: Experiment, rides: Rides) -> str:
+    """The `Cohort.shape` of the cohort that an experiment belongs to."""
+    return _shape(experiment, rides)[0]
+
+
+def _shape(experiment: Experiment, rides: Rides) -> tuple[str, dict[str, Any]]:
+    riding = {key: value for key, value in leaves(experiment.config) if rides(experiment, key, value)}
+    text = _text([_fixed(experiment.config, riding), sorted(riding)])
+    return hashlib.sha256(text.encode()).hexdigest()[:12], riding
 
 
 def _fixed(config: Any, riding: Mapping[str, Any], key: str = "") -> Any:

@@ -6,22 +6,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.data import gather
-from coalesce.engine.compiling import lift_constants
-from coalesce.engine.lane import lane_metrics, lane_outputs, observed, riding_hyperparameters
-from coalesce.engine.pieces import choose, cut_at
+from coalesce.engine.evaluations import Evaluations
+from coalesce.engine.lane import observed, riding_hyperparameters
+from coalesce.engine.pieces import choose
 from coalesce.engine.step import build_step, part
-from coalesce.engine.summary import Evaluation, Part, Summaries
+from coalesce.engine.summary import Evaluation
 from coalesce.engine.tape import Tape
 from coalesce.engine.template import Template
-from coalesce.engine.trace import trace
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE
@@ -43,11 +40,6 @@ class Reading:
     alive: list[bool]
     metrics: Mapping[str, list[float]]
     finite: Sequence[bool] = ()
-
-
-def chunks(size: int, most: int) -> list[tuple[int, int]]:
-    """Cut ``range(size)`` into pieces (start, stop) of ``most``, the last one shorter."""
-    return [(start, min(start + most, size)) for start in range(0, size, most)]
 
 
 class Lanes:
@@ -88,7 +80,6 @@ class Lanes:
         self.width = width
         self.device = torch.device(device)
         self.compile = compile
-        self.evaluate_batch_size = evaluate_batch_size
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
@@ -102,8 +93,9 @@ class Lanes:
         self._at = [(0, 0)] * width
         #: What stands in each lane: the representative, until another is put there.
         self.held: list[Experiment] = [template.experiment] * width
-        self._summaries = Summaries(template)
-        self._evaluations: dict[tuple[int, bool], tuple[Tape, list[Tensor]]] = {}
+        how = evaluate_batch_size, compile, self.pieces, self.lowerings
+        self._evaluations = Evaluations(template, width, [*self.state], self.data, self._tables, *how)
+        self._best: dict[str, Tensor] = {}
 
     def fill(self, lane: int, experiment: Experiment) -> None:
         """Put an experiment in its initial state into a lane. Compiles nothing.
@@ -130,7 +122,8 @@ class Lanes:
                     how = self.pieces, size, self.lowerings, self.checkpoint
                     module, constants = build_step(self.template, self.state, data, *how)
                 inputs = [*self.state.values(), *data, *constants]
-                self._steps[size] = (self._tape(module, inputs, [*self.state], len(constants)), inputs)
+                tape = Tape.of_lanes(module, inputs, [*self.state], len(constants), self.compile)
+                self._steps[size] = (tape, inputs)
 
     def advance(self, count: int) -> None:
         """Take ``count`` steps in every lane that is filled, sound and not at its end.
@@ -173,11 +166,7 @@ class Lanes:
 
     def prepare_evaluation(self, split: str) -> None:
         """Trace and compile what a split needs, unless that was done."""
-        own = self.template.has_own(split)
-        for count in self.template.counts(split):
-            for start, stop in chunks(count, self.evaluate_batch_size):
-                if (stop - start, own) not in self._evaluations:
-                    self._evaluations[stop - start, own] = self._build_evaluation(stop - start, own)
+        self._evaluations.prepare(split, self.state)
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
         """Every metric of a split: the averages, and what the task's `summary` makes of its outputs.
@@ -192,24 +181,14 @@ class Lanes:
         summaries = [self.summary(lane, split, evaluation) for lane in range(self.width)]
         return evaluation.metrics | {n: [found[n] for found in summaries] for n in self.template.rehearsal.summaries}
 
-    def measure(self, split: str) -> Evaluation:
-        """Each metric of the task over a whole split, averaged over its samples; and the task's outputs."""
-        names = self.template.rehearsal.metrics
-        total = torch.zeros(len(names), self.width, dtype=torch.float64, device=self.device)
-        parts: list[Part] = []
-        for start, stop in sorted({each for lane in range(self.width) for each in self.parts(lane, split)}):
-            metrics, outputs = self._evaluate_samples(split, start, stop)
-            if metrics:
-                found = torch.stack(list(metrics.values()))
-                if self.template.has_own(split):
-                    # a lane whose fold has no such part was given one sample again and again: that must not count
-                    mine = [(start, stop) in self.parts(lane, split) for lane in range(self.width)]
-                    found = torch.where(torch.tensor(mine, device=self.device), found, 0.0)
-                total += found * (stop - start)
-            if outputs:
-                parts.append((start, stop, {n: t.to("cpu", copy=True) for n, t in outputs.items()}))
-        counts = torch.tensor([self.template.count(held, split) for held in self.held], device=self.device)
-        return Evaluation(dict(zip(names, (total / counts).tolist(), strict=True)), parts)
+    def measure(self, split: str, best: bool = False) -> Evaluation:
+        """Each metric of the task over a whole split, averaged over its samples; and the task's outputs.
+
+        Args:
+            best: of the states that `keep` kept, not of the present ones. Of a lane that has none nothing is to be
+                read.
+        """
+        return self._evaluations.measure(split, self._kept() if best else self.state, self.held)
 
     def summary(self, lane: int, split: str, evaluation: Evaluation) -> dict[str, float]:
         """What the task's `summary` makes of a lane's outputs; empty if it has none.
@@ -217,14 +196,11 @@ class Lanes:
         Raises:
             TaskError: the user's code fails.
         """
-        if not evaluation.parts:
-            return {}
-        outputs = evaluation.outputs(lane, self.parts(lane, split))
-        return self._summaries.of(lane, self.held[lane], split, outputs)
+        return self._evaluations.summary(lane, self.held[lane], split, evaluation)
 
     def parts(self, lane: int, split: str) -> list[tuple[int, int]]:
         """The parts (start, stop) in which a lane's samples of a split are evaluated."""
-        return chunks(self.template.count(self.held[lane], split), self.evaluate_batch_size)
+        return self._evaluations.parts(self.held[lane], split)
 
     def evaluate_samples(self, split: str, start: int, stop: int) -> dict[str, Tensor]:
         """What one call of an evaluation graph gives: each metric of the task over these samples, and its outputs.
@@ -235,29 +211,66 @@ class Lanes:
         Returns:
             name → (K,) float64, and "output" and its name → (K, stop - start, …), on the lanes' device.
         """
-        metrics, outputs = self._evaluate_samples(split, start, stop)
+        metrics, outputs = self._evaluations.samples(split, start, stop, self.state)
         return metrics | {f"output {n}".rstrip(): t for n, t in outputs.items()}
 
-    def _evaluate_samples(self, split: str, start: int, stop: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        self.prepare_evaluation(split)
-        names, outputs = self.template.rehearsal.metrics, self.template.rehearsal.outputs
-        run, constants = self._evaluations[stop - start, self.template.has_own(split)]
-        with torch.no_grad():
-            found = run(*self._evaluated(), *self._batch(split, start, stop), *constants)
-        metrics = {n: f.to(torch.float64) for n, f in zip(names, found[: len(names)], strict=True)}
-        return metrics, dict(zip(outputs, found[len(names) :], strict=True))
+    def keep(self, lanes: Sequence[int]) -> None:
+        """Keep what the metrics of some lanes follow from, as it is now, in place of what was kept of them before."""
+        index = torch.tensor(lanes, dtype=torch.int64, device=self.device)
+        for name, kept in self._kept().items():
+            kept.index_copy_(0, index, self.state[name].index_select(0, index))
 
-    def _batch(self, split: str, start: int, stop: int) -> list[Tensor]:
-        """The leaves of some samples: (size, …), or (K, size, …) where lanes have their own.
+    def _kept(self) -> dict[str, Tensor]:
+        if not self._best:
+            self._best = {name: self.state[name].clone() for name in self._evaluations.names}
+            self._best |= {n: self.state[n] for n in self.state if n == "lane/fold"}
+        return self._best
 
-        A lane that has fewer gets its last one repeated.
+    def copy(self, source: int, target: int, experiment: Experiment) -> None:
+        """Let a lane go on from another one's state, as the other one would with other floats.
+
+        Args:
+            experiment: what stands in the target from now on: the source's, but for floats that ride.
+
+        Raises:
+            TaskError: the experiment's own code fails, or it does not fit the graph.
         """
-        if not self.template.has_own(split):
-            return [leaf[start:stop] for leaf in self.data.leaves(split)]
-        rows, first, counts = self._tables[split]
-        fold = self.state["lane/fold"]
-        place = torch.minimum(torch.arange(start, stop, device=self.device), counts[fold][:, None] - 1)
-        return [gather(leaf, rows[first[fold][:, None] + place]) for leaf in self.data.leaves("train")]
+        floats = self._initial(experiment)
+        for name, value in self.state.items():
+            if name.startswith(("riding/", "optimizer/", "schedule/")):
+                value[target].copy_(floats[name])
+            else:
+                value[target].copy_(value[source].clone())
+        self._at[target], self.held[target] = self._at[source], experiment
+
+    def save(self, lanes: Sequence[int]) -> list[dict[str, Tensor]]:
+        """All of the state of some lanes, on the CPU, for `put`."""
+        index = torch.tensor(lanes, dtype=torch.int64, device=self.device)
+        both = self.state | {f"best/{name}": kept for name, kept in self._best.items()}
+        found = {name: value.index_select(0, index).cpu() for name, value in both.items()}
+        return [{name: value[i] for name, value in found.items()} for i in range(len(lanes))]
+
+    def put(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
+        """Put an experiment into a lane, in the state that `save` gave of it.
+
+        Raises:
+            TaskError: the experiment's own code fails, or it does not fit the graph.
+            ValueError: the state is another graph's.
+        """
+        state = {name: tensor for name, tensor in saved.items() if not name.startswith("best/")}
+        best = {name.removeprefix("best/"): tensor for name, tensor in saved.items() if name.startswith("best/")}
+        for name in {*self.state, *state}:
+            here, there = self.state.get(name), state.get(name)
+            if here is None or there is None or here.shape[1:] != there.shape or here.dtype != there.dtype:
+                raise ValueError(f"the saved state of experiment {experiment} is another graph's: see {name}")
+        self.fill(lane, experiment)
+        for name, value in state.items():
+            self.state[name][lane].copy_(value)
+        if best:
+            kept = self._kept()
+            for name, value in best.items():
+                kept[name][lane].copy_(value)
+        self._at[lane] = int(state["lane/step"]), int(state["lane/steps" if state["lane/alive"] else "lane/step"])
 
     def observe(self, values: Mapping[int, float]) -> None:
         """Let the schedule judge some lanes by the metric that it monitors. The others stay as they are.
@@ -278,17 +291,18 @@ class Lanes:
         for name, old in before.items():
             old.copy_(torch.where(seen, after[name], old))
 
-    def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
+    def state_dict(self, lane: int, raw: bool = False, best: bool = False) -> dict[str, Tensor]:
         """A lane's weights and buffers as a plain model's `state_dict`, on the CPU. The template's model is not
         touched by training.
 
         Args:
             lane: which.
             raw: the weights as they are trained, where ``optimizer.ema`` keeps an average of them.
+            best: those that `keep` kept.
         """
-        model = self.template.model
-        state = part(self.state, "trained") | part(self.state, "fixed") | part(self.state, "buffer")
-        state |= {} if raw else part(self.state, f"slot/{AVERAGE}")
+        model, whole = self.template.model, self._kept() if best else self.state
+        state = part(whole, "trained") | part(whole, "fixed") | part(whole, "buffer")
+        state |= {} if raw else part(whole, f"slot/{AVERAGE}")
         tied = {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
         everything = [
             *model.named_parameters(remove_duplicate=False),
@@ -296,6 +310,11 @@ class Lanes:
         ]
         kept = model.state_dict()
         return {n: state[tied[id(t)]][lane].detach().cpu().clone() for n, t in everything if n in kept}
+
+    @property
+    def evaluate_batch_size(self) -> int:
+        """Samples per lane in one call of an evaluation graph."""
+        return self._evaluations.batch_size
 
     @property
     def bytes(self) -> int:
@@ -342,51 +361,6 @@ class Lanes:
             name: value.to(self.device).expand(self.width, *value.shape).clone(memory_format=torch.contiguous_format)
             for name, value in one.items()
         }
-
-    def _evaluated_names(self) -> list[str]:
-        averaged = self.template.static_hyper["ema"] is not None
-        kinds = (f"slot/{AVERAGE}/" if averaged else "trained/", "fixed/", "buffer/", "riding/")
-        return [*(n for n in self.state if n.startswith(kinds)), "lane/key", "lane/step"]
-
-    def _evaluated(self) -> list[Tensor]:
-        """The part of the state that an evaluation reads."""
-        return [self.state[name] for name in self._evaluated_names()]
-
-    def _build_evaluation(self, size: int, own: bool) -> tuple[Tape, list[Tensor]]:
-        """The graph that evaluates a batch of one size: the same for all lanes, or of each lane's own samples."""
-        template = self.template
-        names, instance, outputs = self._evaluated_names(), template.fresh(self.lowerings), template.rehearsal.outputs
-
-        def evaluate(*inputs: Tensor) -> list[Tensor]:
-            state = dict(zip(names, inputs, strict=False))
-            batch = template.data.unflatten(inputs[len(names) :])
-            weights = part(state, "trained") | part(state, f"slot/{AVERAGE}") | part(state, "fixed")
-            riding = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
-
-            def one(weights: Any, buffers: Any, riding: Any, key: Tensor, step: Tensor, batch: Any) -> Any:
-                mine = template, instance, weights, buffers, riding, key, step, batch
-                return lane_metrics(*mine), lane_outputs(*mine, size) if outputs else {}
-
-            lanes = weights, part(state, "buffer"), riding, state["lane/key"], state["lane/step"]
-            metrics, given = vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if own else None))(*lanes, batch)
-            return [*(metrics[n] for n in template.rehearsal.metrics), *(given[n] for n in outputs)]
-
-        shape = (self.width, size) if own else (size,)
-        leaves = [t.new_empty((*shape, *t.shape[1:])) for t in self.data.leaves("train")]
-        examples = [*self._evaluated(), *leaves]
-        with cut_at(instance.model, self.pieces):
-            module = trace(evaluate, examples)
-        constants = lift_constants(module)
-        return self._tape(module, [*examples, *constants], names, len(constants)), constants
-
-    def _tape(self, module: fx.GraphModule, inputs: Sequence[Tensor], names: Sequence[str], constants: int) -> Tape:
-        """A graph that takes some of the state, data, and constants."""
-        cheap = [
-            i
-            for i, name in enumerate(names)
-            if name.startswith(("lane/", "riding/", "optimizer/", "schedule/", "verdict/"))
-        ]
-        return Tape(module, inputs, self.compile, [*cheap, *range(len(inputs) - constants, len(inputs))])
 
 
 @contextmanager

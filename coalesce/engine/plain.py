@@ -6,14 +6,15 @@ and neither tracing nor vmap.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
-from coalesce.engine.lanes import Reading, chunks
+from coalesce.engine.evaluations import chunks
+from coalesce.engine.lanes import Reading
 from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, split_loss
 from coalesce.engine.rules import Rules
@@ -42,6 +43,7 @@ class Plain:
         self.data = template.own_data(template.experiment).to(self.device)
         self.summaries = Summaries(template)
         self.step, self.alive, self.finite = 0, False, True
+        self.kept: dict[str, Tensor] = {}
 
     def prepare_step(self) -> None:
         """Nothing to compile."""
@@ -64,6 +66,7 @@ class Plain:
         self.slots = {n: self.template.slots(n, named[n].detach(), experiment) for n in self.template.trained}
         self.metrics = {n: float("nan") for n in ("loss", *self.template.rehearsal.extras)}
         self.step, self.alive, self.finite = 0, True, True
+        self.kept = {}
 
     def clear(self, lane: int) -> None:
         """Stand still from now on."""
@@ -84,8 +87,15 @@ class Plain:
         evaluation = self.measure(split)
         return evaluation.metrics | {n: [v] for n, v in self.summary(0, split, evaluation).items()}
 
-    def measure(self, split: str) -> Evaluation:
-        """Each metric over a split, averaged over its samples, and the task's outputs."""
+    def measure(self, split: str, best: bool = False) -> Evaluation:
+        """Each metric over a split, averaged over its samples, and the task's outputs; of what `keep` kept, or now."""
+        if best:
+            now = self._lasting()
+            self._load(self.kept)
+            try:
+                return self.measure(split)
+            finally:
+                self._load(now)
         total = dict.fromkeys(self.template.rehearsal.metrics, 0.0)
         size = self.data.sizes[split]
         parts: list[Part] = []
@@ -154,8 +164,46 @@ class Plain:
             lr, step = self.optimizer["lr"], self._count(self.step)
             self.verdict = observed(self.template, self.verdict, value, step, lr, self.schedule)
 
-    def state_dict(self, lane: int, raw: bool = False) -> dict[str, Tensor]:
-        """The model's, on the CPU; ``raw`` as in `Lanes.state_dict`."""
+    def keep(self, lanes: Sequence[int]) -> None:
+        """Keep what the metrics follow from, as `Lanes.keep` does."""
+        if lanes:
+            self.kept = self._lasting()
+
+    def _lasting(self) -> dict[str, Tensor]:
+        return {n: t.clone() for n, t in self.state().items() if not n.startswith("train/")}
+
+    def _load(self, state: Mapping[str, Tensor]) -> None:
+        alive, finite = self.alive, self.finite
+        self.place(state)
+        self.alive, self.finite = alive, finite
+
+    def save(self, lanes: Sequence[int]) -> list[dict[str, Tensor]]:
+        """All of the experiment's state, on the CPU, for `put`."""
+        state = self.state() | {f"verdict/{n}": t for n, t in self.verdict.items()}
+        state |= {"lane/finite": torch.tensor(self.finite)} | {f"best/{n}": t for n, t in self.kept.items()}
+        return [{n: t.cpu() for n, t in state.items()} for _ in lanes]
+
+    def put(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
+        """Put an experiment in the state that `save` gave of it."""
+        self.fill(lane, experiment)
+        here = {*self.save([0])[0]}
+        for name in here ^ {n for n in saved if not n.startswith("best/")}:
+            raise ValueError(f"the saved state of experiment {experiment} is another model's: see {name}")
+        self.place({n: t for n, t in saved.items() if not n.startswith("best/")})
+        self.kept = {n.removeprefix("best/"): t for n, t in saved.items() if n.startswith("best/")}
+        self.verdict = {n: saved[f"verdict/{n}"] for n in self.verdict}
+        self.metrics = {n: float(saved[f"train/{n}"]) for n in self.metrics}
+        self.finite = bool(saved["lane/finite"])
+
+    def state_dict(self, lane: int, raw: bool = False, best: bool = False) -> dict[str, Tensor]:
+        """The model's, on the CPU; ``raw`` and ``best`` as in `Lanes.state_dict`."""
+        if best:
+            now = self._lasting()
+            self._load(self.kept)
+            try:
+                return self.state_dict(lane, raw)
+            finally:
+                self._load(now)
         with nullcontext() if raw else self.averaged():
             return {n: t.detach().cpu().clone() for n, t in self.model.state_dict().items()}
 

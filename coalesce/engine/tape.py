@@ -71,6 +71,20 @@ class Tape:
         self._results = [place[n] for n in results]
         self._size = len(place) - len(holders)
 
+    @classmethod
+    def of_lanes(
+        cls, module: fx.GraphModule, inputs: Sequence[Tensor], names: Sequence[str], constants: int, compile: bool
+    ) -> Tape:
+        """A graph that takes some of the lanes' state, data, and constants.
+
+        Args:
+            names: of the state's entries.
+            constants: how many.
+        """
+        kinds = ("lane/", "riding/", "optimizer/", "schedule/", "verdict/")
+        cheap = [i for i, name in enumerate(names) if name.startswith(kinds)]
+        return cls(module, inputs, compile, [*cheap, *range(len(inputs) - constants, len(inputs))])
+
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """Run the segments. Writes into the inputs that the graph copies into."""
         values: list[Tensor | None] = [*inputs, *[None] * self._size]

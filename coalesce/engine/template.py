@@ -56,7 +56,7 @@ class Template:
 
     def __init__(self, cohort: Cohort, audit: bool = True):
         self.cohort = cohort
-        self.experiment = cohort.experiments[0]
+        self.experiment = cohort.members[0]
         self.task_class = task_class(self.experiment)
         self.batches = Batches(self.experiment.batch_size, self.experiment.remainder)
         self.optimizer: type[Optimizer] = OPTIMIZERS[self.experiment.config["optimizer"]["name"]]
@@ -190,7 +190,7 @@ class Template:
             if key != "seed" and not key.startswith("task."):
                 continue
             mine = _get(self.experiment.config, key)
-            others = list(dict.fromkeys(v for e in self.cohort.experiments if (v := _get(e.config, key)) != mine))
+            others = list(dict.fromkeys(v for e in self.cohort.members if (v := _get(e.config, key)) != mine))
             left = 1 if key == "seed" else 2
             for value in dict.fromkeys(others if key == "seed" else [min(others), max(others), *others]):
                 variant = replace(self.experiment, config=_set(self.experiment.config, key, value))
@@ -239,7 +239,7 @@ class Template:
             # a generator runs only now, under the same seed
             folds = read_folds(list(returned) if isinstance(returned, Iterator) else returned, self.data)
         valid = f"0 to {len(folds) - 1}, or null: no fold"
-        wanted = dict.fromkeys(e.fold for e in self.cohort.experiments if e.fold is not None)
+        wanted = dict.fromkeys(e.fold for e in self.cohort.members if e.fold is not None)
         problems = [Problem("data.fold", f, f"{name} has no such fold", valid) for f in wanted if f >= len(folds)]
         if problems:
             raise ConfigError(problems)

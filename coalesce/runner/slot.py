@@ -1,0 +1,82 @@
+"""What the host knows of an experiment that trains."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from coalesce.experiment import Experiment
+
+
+@dataclass
+class Slot:
+    """An experiment in its lane: what has been measured so far.
+
+    Args:
+        experiment: which.
+        order: its place among those that were asked for together.
+        until: the step at which it is put aside; None: it trains to its end.
+        steps: updates done.
+        metrics: the last value of each.
+        best: the values of the validation metrics when the monitored one was best, at ``best_step``; and those of the
+            test split in that state, when it has ended.
+        seconds: in a lane, until ``since_s``, when it was last put into one.
+    """
+
+    experiment: Experiment
+    order: int = 0
+    until: int | None = None
+    steps: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, float] = field(default_factory=dict)
+    best_value: float = math.nan
+    best_step: int | None = None
+    seconds: float = 0.0
+    since_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def end(self) -> int:
+        """The step at which it leaves its lane."""
+        return self.experiment.steps if self.until is None else min(self.until, self.experiment.steps)
+
+    @property
+    def seconds_now(self) -> float:
+        return self.seconds + time.monotonic() - self.since_s
+
+    def note(self, values: Mapping[str, float], monitor: str, mode: str) -> bool:
+        """Take over metrics, and tell whether the monitored one is the best so far."""
+        self.metrics |= values
+        value = values.get(monitor, math.nan)
+        better = value > self.best_value if mode == "max" else value < self.best_value
+        if not math.isfinite(value) or not (better or math.isnan(self.best_value)):
+            return False
+        self.best_value, self.best_step, self.best = value, self.steps, dict(values)
+        return True
+
+    def facts(self) -> dict[str, Any]:
+        """What `of` makes it from, beside the experiment: of what JSON holds."""
+        names = [f.name for f in fields(self) if f.name not in ("experiment", "since_s", "seconds")]
+        return {name: getattr(self, name) for name in names} | {"seconds": self.seconds_now}
+
+    @classmethod
+    def of(cls, experiment: Experiment, facts: Mapping[str, Any]) -> Slot:
+        copies = {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}
+        return cls(experiment, **copies)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An experiment that is in no lane, with all that it needs to go on.
+
+    Args:
+        facts: of its `Slot`.
+        tensors: its lane's state, on the CPU.
+    """
+
+    facts: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
