@@ -103,10 +103,7 @@ class Lanes:
         Raises:
             TaskError: the experiment's own code fails, or it does not fit the graph.
         """
-        for name, value in self._initial(experiment).items():
-            self.state[name][lane].copy_(value)
-        self._at[lane] = 0, experiment.steps
-        self.held[lane] = experiment
+        self._write(lane, experiment, self._initial(experiment))
 
     def clear(self, lane: int) -> None:
         """Let a lane stand still from now on."""
@@ -226,23 +223,6 @@ class Lanes:
             self._best |= {n: self.state[n] for n in self.state if n == "lane/fold"}
         return self._best
 
-    def copy(self, source: int, target: int, experiment: Experiment) -> None:
-        """Let a lane go on from another one's state, as the other one would with other floats.
-
-        Args:
-            experiment: what stands in the target from now on: the source's, but for floats that ride.
-
-        Raises:
-            TaskError: the experiment's own code fails, or it does not fit the graph.
-        """
-        floats = self._initial(experiment)
-        for name, value in self.state.items():
-            if name.startswith(("riding/", "optimizer/", "schedule/")):
-                value[target].copy_(floats[name])
-            else:
-                value[target].copy_(value[source].clone())
-        self._at[target], self.held[target] = self._at[source], experiment
-
     def save(self, lanes: Sequence[int]) -> list[dict[str, Tensor]]:
         """All of the state of some lanes, on the CPU, for `put`."""
         index = torch.tensor(lanes, dtype=torch.int64, device=self.device)
@@ -257,20 +237,44 @@ class Lanes:
             TaskError: the experiment's own code fails, or it does not fit the graph.
             ValueError: the state is another graph's.
         """
-        state = {name: tensor for name, tensor in saved.items() if not name.startswith("best/")}
+        state = self._fitting(experiment, saved)
         best = {name.removeprefix("best/"): tensor for name, tensor in saved.items() if name.startswith("best/")}
-        for name in {*self.state, *state}:
-            here, there = self.state.get(name), state.get(name)
-            if here is None or there is None or here.shape[1:] != there.shape or here.dtype != there.dtype:
-                raise ValueError(f"the saved state of experiment {experiment} is another graph's: see {name}")
-        self.fill(lane, experiment)
-        for name, value in state.items():
-            self.state[name][lane].copy_(value)
+        # whether it fits the graph
+        self.template.lane(experiment)
+        self._write(lane, experiment, state)
         if best:
             kept = self._kept()
             for name, value in best.items():
                 kept[name][lane].copy_(value)
+
+    def go_on(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
+        """Let a lane go on from a state as whoever it was saved of would with the floats of this experiment.
+
+        What the lane itself kept as its best stays.
+
+        Raises:
+            TaskError: the experiment's own code fails, or it does not fit the graph.
+            ValueError: the state is another graph's.
+        """
+        floats = self._initial(experiment)
+        state = self._fitting(experiment, saved)
+        state |= {n: t for n, t in floats.items() if n.startswith(("riding/", "optimizer/", "schedule/"))}
+        self._write(lane, experiment, state)
+
+    def _write(self, lane: int, experiment: Experiment, state: Mapping[str, Tensor]) -> None:
+        for name, value in state.items():
+            self.state[name][lane].copy_(value)
         self._at[lane] = int(state["lane/step"]), int(state["lane/steps" if state["lane/alive"] else "lane/step"])
+        self.held[lane] = experiment
+
+    def _fitting(self, experiment: Experiment, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What was saved of a lane's present state, if it is this graph's."""
+        state = {name: tensor for name, tensor in saved.items() if not name.startswith("best/")}
+        for name in sorted({*self.state, *state}):
+            here, there = self.state.get(name), state.get(name)
+            if here is None or there is None or here.shape[1:] != there.shape or here.dtype != there.dtype:
+                raise ValueError(f"the saved state of experiment {experiment} is another graph's: see {name}")
+        return state
 
     def observe(self, values: Mapping[int, float]) -> None:
         """Let the schedule judge some lanes by the metric that it monitors. The others stay as they are.

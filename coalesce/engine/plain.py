@@ -195,6 +195,12 @@ class Plain:
         self.metrics = {n: float(saved[f"train/{n}"]) for n in self.metrics}
         self.finite = bool(saved["lane/finite"])
 
+    def go_on(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
+        """As `Lanes.go_on`."""
+        kept = self.kept
+        self.put(lane, experiment, saved)
+        self.kept = kept
+
     def state_dict(self, lane: int, raw: bool = False, best: bool = False) -> dict[str, Tensor]:
         """The model's, on the CPU; ``raw`` and ``best`` as in `Lanes.state_dict`."""
         if best:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import import_module
 from numbers import Rational, Real
 from typing import Any
@@ -193,7 +192,7 @@ class Template:
             others = list(dict.fromkeys(v for e in self.cohort.members if (v := _get(e.config, key)) != mine))
             left = 1 if key == "seed" else 2
             for value in dict.fromkeys(others if key == "seed" else [min(others), max(others), *others]):
-                variant = replace(self.experiment, config=_set(self.experiment.config, key, value))
+                variant = self.experiment.varied({key: value})
                 try:
                     built = _instance(variant)
                 except TaskError:
@@ -379,10 +378,3 @@ def _get(config: Any, key: str) -> Any:
     for part in key.split("."):
         config = config[int(part)] if isinstance(config, list | tuple) else config[part]
     return config
-
-
-def _set(config: Any, key: str, value: Any) -> Any:
-    head, _, rest = key.partition(".")
-    if isinstance(config, list | tuple):
-        return [v if i != int(head) else _set(v, rest, value) if rest else value for i, v in enumerate(config)]
-    return {k: v if k != head else _set(v, rest, value) if rest else value for k, v in config.items()}

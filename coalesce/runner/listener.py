@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from coalesce.experiment import Experiment
 
 if TYPE_CHECKING:
     from coalesce.runner.plan import Plan
+    from coalesce.runner.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Result:
         status: "finished", "stopped", "diverged" or "failed".
         steps: updates done. A diverged experiment broke at its step ``steps + 1``.
         metrics: last value of each metric: "train/loss", "val/accuracy", "test/accuracy", …
-        best: the value of each validation metric at ``best_step``.
+        best: the value of each validation metric at ``best_step``, and of each of the test split in that state.
         best_step: the step at which the monitored metric was best; None if it was never measured finite.
         cohort, width, job, device: where it ran.
         seconds: wall time from the filling of its lane to the end, shared with the other lanes.
@@ -98,6 +99,20 @@ class Listener:
 
     def advanced(self, progress: Progress) -> None:
         """A host boundary was reached."""
+
+    def planned(self, plan: Plan) -> None:
+        """The plan has changed: a search asked for more experiments, or memory did not suffice for a cohort's width."""
+
+    def narrowed(self, cohort: int, width: int, message: str) -> None:
+        """The device's memory did not suffice; the cohort goes on in ``width`` lanes."""
+
+    def snapshot(self, take: Callable[[], Snapshot]) -> None:
+        """A host boundary was reached, and everything told. A listener that wants to keep where the run stands calls
+        ``take``, which copies the lanes to the host. What it raises ends the run here."""
+
+    def wants_boundary(self) -> bool:
+        """Whether the next host boundary is to come now. Asked every half a second."""
+        return False
 
     def closed(self, error: BaseException | None) -> None:
         """The run is over; ``error`` says why, if it broke off."""

@@ -1,83 +1,86 @@
-"""Running a plan: lanes are filled, advanced from one host boundary to the next, read out and filled again."""
+"""Running a plan: what the search asks for is trained, cohort by cohort, and the search is told."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
 
 from coalesce import kernels
-from coalesce.engine.check import check
-from coalesce.engine.lanes import Lanes, Reading
-from coalesce.engine.plain import Plain
-from coalesce.engine.template import Template
 from coalesce.errors import TaskError
-from coalesce.experiment import Experiment
-from coalesce.optim import SCHEDULES
+from coalesce.experiment import Experiment, Rides
+from coalesce.runner.cohort import CohortRun
 from coalesce.runner.listener import Listener, Progress, Result
-from coalesce.runner.plan import Plan, PlannedCohort, Trainer
-
-#: What is said of an experiment whose loss was finite when it broke.
-_UPDATE_BROKE = (
-    "the loss was finite, so it is a gradient or the update. A torch.where gives a NaN gradient if the branch that it "
-    "did not take is infinite or NaN, or has such a slope: give that branch an argument that is safe"
-)
+from coalesce.runner.plan import Plan, PlannedCohort
+from coalesce.runner.planning import grown
+from coalesce.runner.slot import Saved, Slot
+from coalesce.runner.snapshot import Snapshot
+from coalesce.search.base import Ending, Listed, Search, Trial
 
 
-@dataclass
-class Slot:
-    """An experiment in its lane: what has been measured so far."""
+@dataclass(frozen=True)
+class Begun:
+    """What an earlier process left of a run.
 
-    experiment: Experiment
-    started_s: float
-    steps: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
-    best_value: float = math.nan
-    best_step: int | None = None
+    Args:
+        results: of the experiments that ended.
+        snapshot: the last one, if there is one.
+    """
+
+    results: Sequence[Result] = ()
+    snapshot: Snapshot | None = None
 
 
 @dataclass
 class Totals:
     """The whole run, for the progress display."""
 
-    plan: Plan
     started_s: float = field(default_factory=time.monotonic)
     training_s: float = 0.0
     steps: int = 0
     undone: int = 0
-    ended: int = 0
     best: dict[str, tuple[float, Experiment]] = field(default_factory=dict)
 
 
-def run(plan: Plan, listeners: Sequence[Listener] = (), job: int = 0) -> list[Result]:
-    """Run every experiment of a plan in this process.
+def run(
+    plan: Plan,
+    listeners: Sequence[Listener] = (),
+    job: int = 0,
+    search: Search | None = None,
+    begun: Begun | None = None,
+    rides: Rides | None = None,
+) -> list[Result]:
+    """Run what a search asks for, in this process.
 
     Args:
         plan: from `make_plan`.
         listeners: told what happens, in their order.
         job: this process's number.
+        search: which experiments, and what becomes of them; None: every experiment of the plan, to its end.
+        begun: what is done already: it is not done again, and what had begun goes on.
+        rides: see `group`; for a search that asks for experiments that the plan does not have.
 
     Returns:
-        One result per experiment, in the order in which they ended.
+        One result per experiment, in the order in which they ended; those that had ended before come first.
+
+    Raises:
+        TaskError: an experiment failed, and ``trainer.on_error`` is "stop".
     """
     error: BaseException | None = None
-    results: list[Result] = []
-    totals = Totals(plan)
+    whole = Run(plan, listeners, job, search or Listed(plan.experiments), rides)
     with kernels.threads(plan.trainer.threads):
         try:
-            for listener in listeners:
-                listener.started(plan)
-            for index, planned in enumerate(plan.cohorts):
-                results += _CohortRun(index, planned, plan.trainer, listeners, totals, job).run()
+            whole.tell("started", plan)
+            whole.go(begun or Begun())
         except BaseException as caught:
             error = caught
             raise
         finally:
             _close(listeners, error)
-    return results
+    return list(whole.ended.values())
 
 
 def _close(listeners: Sequence[Listener], error: BaseException | None) -> None:
@@ -89,160 +92,154 @@ def _close(listeners: Sequence[Listener], error: BaseException | None) -> None:
             _close(listeners[1:], error)
 
 
-class _CohortRun:
-    def __init__(
-        self,
-        index: int,
-        planned: PlannedCohort,
-        trainer: Trainer,
-        listeners: Sequence[Listener],
-        totals: Totals,
-        job: int,
-    ):
-        self.index, self.planned, self.trainer = index, planned, trainer
-        self.listeners, self.totals, self.job = listeners, totals, job
-        self.template: Template = planned.template or Template(planned.cohort, audit=trainer.stack)
-        self.lanes: Lanes | Plain
-        if trainer.stack:
-            how = trainer.device, trainer.compile, trainer.evaluate_batch_size
-            chosen = planned.pieces, planned.lowerings, planned.checkpoint
-            self.lanes = Lanes(self.template, planned.width, *how, *chosen)
-        else:
-            self.lanes = Plain(self.template, trainer.device, trainer.evaluate_batch_size)
-        self.splits = self.template.evaluated
-        self.queue = deque(planned.cohort.experiments)
-        self.slots: list[Slot | None] = [None] * planned.width
-        self.results: list[Result] = []
+class Run:
+    """What all cohorts of a run share.
 
-    def run(self) -> list[Result]:
-        self._tell_compiling("step")
-        self.lanes.prepare_step()
-        for split in self.splits:
-            self._tell_compiling(f"evaluation on {split}")
-            self.lanes.prepare_evaluation(split)
-        if self.trainer.check and isinstance(self.lanes, Lanes):
-            for listener in self.listeners:
-                listener.checking(self.index)
-            check(self.lanes, self.splits)
-        self._refill()
-        while any(self.slots):
-            started_s = time.monotonic()
-            self.lanes.advance(min(self.trainer.every, max(s.experiment.steps - s.steps for s in self.slots if s)))
-            self._boundary(self.lanes.read())
-            self.totals.training_s += time.monotonic() - started_s
-            self._refill()
-            self._tell_progress()
-        return self.results
+    Args: as `run`.
+    """
 
-    def _tell_compiling(self, what: str) -> None:
-        if self.trainer.stack:
-            for listener in self.listeners:
-                listener.compiling(self.index, what)
+    def __init__(self, plan: Plan, listeners: Sequence[Listener], job: int, search: Search, rides: Rides | None):
+        self.plan, self.trainer, self.listeners, self.job = plan, plan.trainer, listeners, job
+        self.search, self.rides = search, rides
+        self.totals = Totals()
+        #: id → result, in the order in which they ended
+        self.ended: dict[str, Result] = {}
+        #: those that have begun, have not ended, and are in no lane
+        self.saved: dict[str, Saved] = {}
+        #: where each of the busy lanes was at the last snapshot
+        self._latest: dict[str, Saved] = {}
+        self._cohorts: dict[int, CohortRun] = {}
+        self._current: CohortRun | None = None
+        self._trials: Sequence[Trial] = ()
 
-    def _refill(self) -> None:
-        for lane, slot in enumerate(self.slots):
-            while slot is None and self.queue:
-                slot = self._fill(lane, self.queue.popleft())
-            self.slots[lane] = slot
+    def go(self, begun: Begun) -> None:
+        """Ask and train until nothing is asked for any more."""
+        trials = self._go_on(begun)
+        for name, message in self.plan.failed.items():
+            if name not in self.ended:
+                experiment = next(e for e in self.plan.experiments if e.id == name)
+                self.end(Slot(experiment), self._planned(name), "failed", message)
+        while trials := trials or self.search.ask(max((c.width for c in self.plan.cohorts), default=1)):
+            self._train(trials)
+            trials = ()
 
-    def _fill(self, lane: int, experiment: Experiment) -> Slot | None:
-        slot = Slot(experiment, time.monotonic())
-        try:
-            self.lanes.fill(lane, experiment)
-        except TaskError as error:
-            self.lanes.clear(lane)
-            self._end(slot, "failed", message=str(error))
-            return None
-        return slot
-
-    def _boundary(self, reading: Reading) -> None:
-        """Record what the lanes did since the last boundary, and take out those that ended."""
-        busy = [(lane, slot) for lane, slot in enumerate(self.slots) if slot is not None]
-        for lane, slot in busy:
-            done = reading.steps[lane] - slot.steps
-            self.totals.steps += done
-            slot.steps += done
-            # a lane that broke at the first step since has nothing new to tell
-            if done:
-                self._record(slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
-        ended = {lane for lane, slot in busy if not reading.alive[lane] or slot.steps >= slot.experiment.steps}
-        judged = {lane: slot for lane, slot in busy if lane not in ended and self._is_judged(slot)}
-        asked = {lane for lane, slot in judged.items() if _monitored(slot).startswith("val/")}
-        due = [
-            (lane, slot)
-            for lane, slot in busy
-            if reading.alive[lane] and (lane in ended or lane in asked or slot.steps % self.trainer.evaluate_every == 0)
-        ]
-        failed = self._evaluate("val", due)
-        if judged:
-            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
-        failed |= self._evaluate("test", [(n, slot) for n, slot in due if n in ended and n not in failed])
-        for lane, slot in busy:
-            if lane in failed:
-                self._end(slot, "failed", lane, str(failed[lane]))
-                self._empty(lane)
-            elif lane in ended:
-                self._take_out(lane, slot, reading)
-
-    def _is_judged(self, slot: Slot) -> bool:
-        """Whether the schedule looks at a metric of this experiment now, by its own steps."""
-        schedule = slot.experiment.config["schedule"]
-        return SCHEDULES[schedule["name"]].judges and slot.steps % schedule["every"] == 0
-
-    def _evaluate(self, split: str, due: Sequence[tuple[int, Slot]]) -> dict[int, TaskError]:
-        """Record the metrics of a split, if there is one.
+    def _go_on(self, begun: Begun) -> Sequence[Trial]:
+        """Take over what was done before.
 
         Returns:
-            lane → what its own summary raised.
+            What had been asked for last.
         """
-        failed: dict[int, TaskError] = {}
-        if not due or split not in self.splits:
-            return failed
-        evaluation = self.lanes.measure(split)
-        for lane, slot in due:
-            found = {n: values[lane] for n, values in evaluation.metrics.items()}
-            try:
-                found |= self.lanes.summary(lane, split, evaluation)
-            except TaskError as error:
-                failed[lane] = error
-            self._record(slot, {f"{split}/{n}": value for n, value in found.items()})
-        return failed
+        facts: Mapping[str, Any] = begun.snapshot.facts if begun.snapshot else {"ended": [], "slots": {}, "trials": []}
+        known = set(facts["ended"])
+        if begun.snapshot:
+            self.search.load_state_dict(facts["search"])
+            self._take_over(begun.snapshot)
+        for result in begun.results:
+            name = result.experiment.id
+            if self.search.replays and name not in known:
+                # it ends once more, when the search has been told what led to it
+                continue
+            self.ended[name] = result
+            self.saved.pop(name, None)
+            self.totals.steps += result.steps
+            self.totals.undone += result.experiment.steps - result.steps
+            if name not in known:
+                self.search.ended(Ending(result.experiment, result.status, result.steps, result.metrics, result.best))
+        self.totals.steps += sum(int(saved.facts["steps"]) for saved in self.saved.values())
+        experiments = {e.id: e for e in self.plan.experiments}
+        return [Trial(experiments[name], until) for name, until in facts["trials"] if name in experiments]
 
-    def _take_out(self, lane: int, slot: Slot, reading: Reading) -> None:
-        message, alive = "", reading.alive[lane]
-        if not alive:
-            message = f"the loss or a parameter turned infinite or NaN at step {slot.steps + 1}"
-            if reading.finite and reading.finite[lane]:
-                message += f"; {_UPDATE_BROKE}"
-        self._end(slot, "finished" if alive else "diverged", lane, message)
-        self._empty(lane)
+    def _take_over(self, snapshot: Snapshot) -> None:
+        tensors: dict[str, dict[str, Tensor]] = {name: {} for name in snapshot.facts["slots"]}
+        for name, tensor in snapshot.tensors.items():
+            experiment, _, rest = name.partition("/")
+            tensors[experiment][rest] = tensor
+        self.saved = {n: Saved(facts, tensors[n]) for n, facts in snapshot.facts["slots"].items()}
+        self._latest = dict(self.saved)
 
-    def _empty(self, lane: int) -> None:
-        self.lanes.clear(lane)
-        self.slots[lane] = None
+    def _train(self, trials: Sequence[Trial]) -> None:
+        """Train what was asked for together, one cohort after the other."""
+        self._trials = trials
+        self._grow([trial.experiment for trial in trials])
+        todo = [(order, t) for order, t in enumerate(trials) if t.experiment.id not in self.ended]
+        index_of = {e.id: c.cohort.index for c in self.plan.cohorts for e in c.cohort.experiments}
+        for planned in self.plan.cohorts:
+            index = planned.cohort.index
+            mine = [(order, trial) for order, trial in todo if index_of[trial.experiment.id] == index]
+            if mine:
+                if index not in self._cohorts:
+                    self._cohorts[index] = CohortRun(self, planned)
+                self._current = self._cohorts[index]
+                self._current.train(mine)
+                if not self.search.asks_again:
+                    del self._cohorts[index]
+                self._current = None
 
-    def _record(self, slot: Slot, values: dict[str, float]) -> None:
-        """Keep metrics of one split and tell them; see whether the monitored one is the best so far."""
-        slot.metrics |= values
-        for listener in self.listeners:
-            listener.metrics(slot.experiment, slot.steps, values)
-        value = values.get(self.trainer.monitor, math.nan)
-        if math.isfinite(value) and (math.isnan(slot.best_value) or self._better(value, slot.best_value)):
-            slot.best_value, slot.best_step = value, slot.steps
-            slot.best = dict(values)
-            self.totals.best[slot.experiment.id] = (value, slot.experiment)
+    def _grow(self, experiments: Iterable[Experiment]) -> None:
+        known = {e.id for e in self.plan.experiments}
+        new = [e for e in experiments if e.id not in known]
+        if not new:
+            return
+        if self.rides is None:
+            raise ValueError(f"the search asks for {new[0]}, which is not in the plan")
+        self.plan = grown(self.plan, new, self.rides)
+        self.tell("planned", self.plan)
 
-    def _better(self, new: float, old: float) -> bool:
-        return new > old if self.trainer.mode == "max" else new < old
+    def take(self) -> Snapshot:
+        """All that is needed to go on from here.
 
-    def _end(self, slot: Slot, status: str, lane: int | None = None, message: str = "") -> None:
-        if status != "finished":
+        Returns:
+            ``facts``: ``search`` (its state), ``trials`` (id and ``until``, what was asked for last), ``ended`` (ids), and
+            ``slots`` (id → what the host knows of an experiment that has begun); ``tensors``.
+        """
+        saved = dict(self.saved)
+        if self._current is not None:
+            busy = self._current.busy
+            states = self._current.lanes.save([lane for lane, _ in busy])
+            saved |= {s.experiment.id: Saved(s.facts(), state) for (_, s), state in zip(busy, states, strict=True)}
+        self._latest = saved
+        facts = {
+            "search": self.search.state_dict(),
+            "trials": [[trial.experiment.id, trial.until] for trial in self._trials],
+            "ended": list(self.ended),
+            "slots": {name: dict(one.facts) for name, one in saved.items()},
+        }
+        tensors = {f"{name}/{rest}": tensor for name, one in saved.items() for rest, tensor in one.tensors.items()}
+        return Snapshot(facts, tensors)
+
+    def go_back(self, slot: Slot) -> None:
+        """Let an experiment that is in a lane go on from its last snapshot, or from its start."""
+        saved = self._latest.get(slot.experiment.id)
+        if saved is not None:
+            self.saved[slot.experiment.id] = saved
+        self.totals.steps -= slot.steps - (int(saved.facts["steps"]) if saved else 0)
+
+    def narrowed(self, planned: PlannedCohort, message: str) -> None:
+        """A cohort goes on in fewer lanes."""
+        cohorts = tuple(planned if c.cohort.index == planned.cohort.index else c for c in self.plan.cohorts)
+        self.plan = replace(self.plan, cohorts=cohorts)
+        self.tell("narrowed", planned.cohort.index, planned.width, message)
+        self.tell("planned", self.plan)
+
+    def end(
+        self,
+        slot: Slot,
+        planned: PlannedCohort,
+        status: str,
+        message: str = "",
+        weights: Mapping[str, Tensor] | None = None,
+        best_weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """An experiment ended.
+
+        Raises:
+            TaskError: it failed, and the run is to stop at that.
+        """
+        if status in ("diverged", "failed"):
             # what broke never wins
             self.totals.best.pop(slot.experiment.id, None)
-        self.totals.ended += 1
         # no longer to be done: were they counted as done, a diverged experiment would look like a burst of speed
         self.totals.undone += slot.experiment.steps - slot.steps
-        keep = self.trainer.weights and lane is not None
         result = Result(
             experiment=slot.experiment,
             status=status,
@@ -250,39 +247,56 @@ class _CohortRun:
             metrics=slot.metrics,
             best=slot.best,
             best_step=slot.best_step,
-            cohort=self.planned.cohort.index,
-            width=self.planned.width,
+            cohort=planned.cohort.index,
+            width=planned.width,
             job=self.job,
             device=self.trainer.device,
-            seconds=time.monotonic() - slot.started_s,
+            seconds=slot.seconds_now,
             message=message,
-            weights=self.lanes.state_dict(lane) if keep and lane is not None else None,
+            weights=weights,
+            best_weights=best_weights,
         )
-        self.results.append(result)
-        for listener in self.listeners:
-            listener.ended(result)
+        # the weights are the listeners' to keep
+        self.ended[slot.experiment.id] = result if not self.listeners else replace(result, weights=None, best_weights=None)
+        self.tell("ended", result)
+        self.search.ended(Ending(slot.experiment, status, slot.steps, slot.metrics, slot.best))
+        if status == "failed" and self.trainer.on_error == "stop":
+            raise TaskError(f"{slot.experiment} failed, and trainer.on_error=stop: {message}")
 
-    def _tell_progress(self) -> None:
-        totals, plan = self.totals, self.totals.plan
+    def tell(self, what: str, *arguments: Any) -> None:
+        """Tell all listeners."""
+        for listener in self.listeners:
+            getattr(listener, what)(*arguments)
+
+    def offer_snapshot(self, cohort: CohortRun) -> None:
+        """Let the listeners keep where the run stands."""
+        self.tell("snapshot", self.take)
+
+    def tell_progress(self, cohort: CohortRun) -> None:
+        totals, plan = self.totals, self.plan
         values = totals.best.values()
         pick = max if self.trainer.mode == "max" else min
-        progress = Progress(
-            cohort=self.index,
-            cohorts=len(plan.cohorts),
-            lanes=sum(s is not None for s in self.slots),
-            width=self.planned.width,
-            steps=totals.steps,
-            total_steps=sum(e.steps for e in plan.experiments) - totals.undone,
-            experiments=totals.ended,
-            total_experiments=len(plan.experiments),
-            monitor=self.trainer.monitor,
-            best=pick(values, key=lambda entry: entry[0]) if values else None,
-            elapsed_s=time.monotonic() - totals.started_s,
-            training_s=totals.training_s,
+        known = sum(e.steps for e in plan.experiments)
+        count = max(self.search.count, len(plan.experiments))
+        # what a search has not asked for yet is thought to be as long as what it has
+        expected = known * count // max(1, len(plan.experiments))
+        self.tell(
+            "advanced",
+            Progress(
+                cohort=cohort.planned.cohort.index,
+                cohorts=len(plan.cohorts),
+                lanes=len(cohort.busy),
+                width=cohort.planned.width,
+                steps=totals.steps,
+                total_steps=expected - totals.undone,
+                experiments=len(self.ended),
+                total_experiments=count,
+                monitor=self.trainer.monitor,
+                best=pick(values, key=lambda entry: entry[0]) if values else None,
+                elapsed_s=time.monotonic() - totals.started_s,
+                training_s=totals.training_s,
+            ),
         )
-        for listener in self.listeners:
-            listener.advanced(progress)
 
-
-def _monitored(slot: Slot) -> str:
-    return str(slot.experiment.config["schedule"]["monitor"])
+    def _planned(self, name: str) -> PlannedCohort:
+        return next(c for c in self.plan.cohorts if any(e.id == name for e in c.cohort.experiments))

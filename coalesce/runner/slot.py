@@ -22,9 +22,10 @@ class Slot:
         order: its place among those that were asked for together.
         until: the step at which it is put aside; None: it trains to its end.
         steps: updates done.
-        metrics: the last value of each.
+        metrics: the last value of each; ``fresh``: those of the boundary that it stands at.
         best: the values of the validation metrics when the monitored one was best, at ``best_step``; and those of the
             test split in that state, when it has ended.
+        floats: dotted key → the value that it has now, where that is no longer its configuration's.
         seconds: in a lane, until ``since_s``, when it was last put into one.
     """
 
@@ -36,6 +37,8 @@ class Slot:
     best: dict[str, float] = field(default_factory=dict)
     best_value: float = math.nan
     best_step: int | None = None
+    floats: dict[str, float] = field(default_factory=dict)
+    fresh: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     since_s: float = field(default_factory=time.monotonic)
 
@@ -51,6 +54,7 @@ class Slot:
     def note(self, values: Mapping[str, float], monitor: str, mode: str) -> bool:
         """Take over metrics, and tell whether the monitored one is the best so far."""
         self.metrics |= values
+        self.fresh |= values
         value = values.get(monitor, math.nan)
         better = value > self.best_value if mode == "max" else value < self.best_value
         if not math.isfinite(value) or not (better or math.isnan(self.best_value)):
@@ -60,7 +64,7 @@ class Slot:
 
     def facts(self) -> dict[str, Any]:
         """What `of` makes it from, beside the experiment: of what JSON holds."""
-        names = [f.name for f in fields(self) if f.name not in ("experiment", "since_s", "seconds")]
+        names = [f.name for f in fields(self) if f.name not in ("experiment", "fresh", "since_s", "seconds")]
         return {name: getattr(self, name) for name in names} | {"seconds": self.seconds_now}
 
     @classmethod

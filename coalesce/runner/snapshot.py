@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at a host boundary.
+    """A run between two steps of its lanes.
 
     Args:
-        facts: what the host knows: queue, slots, search; of what JSON holds (NaN and infinity included).
-        tensors: ``<experiment id>/<name>`` → that tensor of the experiment's lane, on the CPU.
+        facts: what the host knows, see `runner.run.Run.take`; of what JSON holds (NaN and infinity included).
+        tensors: ``<experiment id>/<name>`` → its lane's state on the CPU, of experiments that have begun and not ended.
     """
 
     facts: Mapping[str, Any]

@@ -1,0 +1,357 @@
+"""The lanes of one cohort over time: filled, advanced from one host boundary to the next, read out, and filled again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from coalesce.engine.check import check
+from coalesce.engine.lanes import Lanes, Reading
+from coalesce.engine.plain import Plain
+from coalesce.engine.template import Template
+from coalesce.errors import TaskError
+from coalesce.experiment import leaves
+from coalesce.optim import SCHEDULES
+from coalesce.runner.memory import is_out_of_memory
+from coalesce.runner.plan import PlannedCohort
+from coalesce.runner.slot import Saved, Slot
+from coalesce.search.base import Copy, Report, Stop, Trial
+
+if TYPE_CHECKING:
+    from coalesce.runner.run import Run
+
+logger = logging.getLogger("coalesce")
+T = TypeVar("T")
+
+#: What is said of an experiment whose loss was finite when it broke.
+_UPDATE_BROKE = (
+    "the loss was finite, so it is a gradient or the update. A torch.where gives a NaN gradient if the branch that it "
+    "did not take is infinite or NaN, or has such a slope: give that branch an argument that is safe"
+)
+
+#: Seconds of steps after which the listeners are asked whether they want a boundary at once (a signal has come).
+POLL_S = 0.5
+
+
+class CohortRun:
+    """The lanes of one cohort.
+
+    An experiment is recorded, told of and evaluated by its own steps, at multiples of ``trainer.every`` and at its end:
+    what becomes of it does not depend on when its lane was filled, or on how often the run was interrupted.
+
+    Args:
+        run: what all cohorts share.
+        planned: which cohort, and how it runs.
+    """
+
+    def __init__(self, run: Run, planned: PlannedCohort):
+        self.run, self.planned, self.trainer = run, planned, run.trainer
+        self.template: Template = planned.template or Template(planned.cohort, audit=self.trainer.stack)
+        self.splits = self.template.evaluated
+        self.slots: list[Slot | None] = [None] * planned.width
+        self.queue: deque[tuple[int, Trial]] = deque()
+        self.step_s = math.nan
+        self.lanes = self._guarded(self._build)
+
+    @property
+    def busy(self) -> list[tuple[int, Slot]]:
+        """The lanes in which an experiment trains."""
+        return [(lane, slot) for lane, slot in enumerate(self.slots) if slot is not None]
+
+    def train(self, trials: Sequence[tuple[int, Trial]]) -> None:
+        """Train experiments until each has ended or is put aside.
+
+        Args:
+            trials: with their places among all that were asked for together.
+        """
+        # who has begun goes on first: what is kept of him on the host can be let go
+        self.queue = deque(sorted(trials, key=lambda entry: (entry[1].experiment.id not in self.run.saved, entry[0])))
+        self._refill()
+        while self.busy:
+            self._guarded(self._round)
+            self._refill()
+            self.run.tell_progress(self)
+            self.run.offer_snapshot(self)
+
+    def _round(self) -> None:
+        if not self.busy:
+            # what had to begin again could not be built
+            return
+        started_s = time.monotonic()
+        self._advance()
+        self._boundary(self.lanes.read())
+        self.run.totals.training_s += time.monotonic() - started_s
+
+    def _build(self) -> Lanes | Plain:
+        trainer, planned = self.trainer, self.planned
+        if not trainer.stack:
+            return Plain(self.template, trainer.device, trainer.evaluate_batch_size)
+        how = trainer.device, trainer.compile, trainer.evaluate_batch_size
+        chosen = planned.pieces, planned.lowerings, planned.checkpoint
+        lanes = Lanes(self.template, planned.width, *how, *chosen)
+        self.run.tell("compiling", self.planned.cohort.index, "step")
+        lanes.prepare_step()
+        for split in self.splits:
+            self.run.tell("compiling", self.planned.cohort.index, f"evaluation on {split}")
+            lanes.prepare_evaluation(split)
+        if trainer.check:
+            self.run.tell("checking", self.planned.cohort.index)
+            check(lanes, self.splits)
+        return lanes
+
+    def _guarded(self, action: Callable[[], T]) -> T:
+        """Do something; where the device's memory does not suffice, do it in half as many lanes."""
+        while True:
+            try:
+                return action()
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or not self.trainer.stack or self.planned.width == 1:
+                    raise
+                message = str(error).splitlines()[0]
+            # not in the handler: the traceback holds the tensors of the step that failed
+            self._narrow(message)
+
+    def _narrow(self, message: str) -> None:
+        """Go on in half as many lanes. What was in a lane goes back to its last snapshot, or starts again."""
+        for lane, slot in self.busy:
+            self.run.go_back(slot)
+            trial = Trial(slot.experiment, slot.until)
+            self.queue.append((slot.order, trial))
+            self.slots[lane] = None
+        self.queue = deque(sorted(self.queue, key=lambda entry: entry[0]))
+        width = -(-self.planned.width // 2)
+        self.planned = replace(self.planned, width=width)
+        self.run.narrowed(self.planned, message)
+        built = hasattr(self, "lanes")
+        if built:
+            del self.lanes
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        self.slots = [None] * width
+        if built:
+            self.lanes = self._guarded(self._build)
+            self._refill()
+
+    def _advance(self) -> None:
+        """Step to the next place at which some lane is due; stop before it if a listener asks for it."""
+        every = self.trainer.every
+        due = min(min(every - slot.steps % every for _, slot in self.busy), self._longest())
+        while due > 0:
+            # by time, which decides nothing but when one is asked
+            some = due if math.isnan(self.step_s) else max(1, min(due, int(POLL_S / max(self.step_s, 1e-9))))
+            some = min(some, 1) if math.isnan(self.step_s) else some
+            started_s = time.monotonic()
+            self.lanes.advance(some)
+            if self.lanes.device.type == "cuda":
+                torch.cuda.synchronize(self.lanes.device)
+            self.step_s = (time.monotonic() - started_s) / some
+            due -= some
+            if any([listener.wants_boundary() for listener in self.run.listeners]):
+                return
+
+    def _longest(self) -> int:
+        return max(slot.end - slot.steps for _, slot in self.busy)
+
+    def _refill(self) -> None:
+        for lane, slot in enumerate(self.slots):
+            while slot is None and self.queue:
+                slot = self._fill(lane, *self.queue.popleft())
+            self.slots[lane] = slot
+
+    def _fill(self, lane: int, order: int, trial: Trial) -> Slot | None:
+        experiment = trial.experiment
+        saved = self.run.saved.get(experiment.id)
+        slot = Slot(experiment, order, trial.until)
+        try:
+            if saved is None:
+                self.lanes.fill(lane, experiment)
+            else:
+                slot = replace(Slot.of(experiment, saved.facts), order=order, until=trial.until)
+                if slot.steps >= slot.end:
+                    # it was put aside where it is to be put aside
+                    return None
+                try:
+                    self.lanes.put(lane, experiment.varied(slot.floats), saved.tensors)
+                except ValueError as error:
+                    logger.warning("%s; it starts again", error)
+                    slot = Slot(experiment, order, trial.until)
+                    self.lanes.fill(lane, experiment)
+        except TaskError as error:
+            self.lanes.clear(lane)
+            self.run.end(slot, self.planned, "failed", str(error))
+            return None
+        self.run.saved.pop(experiment.id, None)
+        return slot
+
+    def _boundary(self, reading: Reading) -> None:
+        """Record what the lanes did that are due, hear the search, and take out those that ended."""
+        every = self.trainer.every
+        due: dict[int, Slot] = {}
+        for lane, slot in self.busy:
+            slot.fresh = {}
+            done = reading.steps[lane] - slot.steps
+            self.run.totals.steps += done
+            slot.steps += done
+            if not reading.alive[lane] or slot.steps >= slot.end or (done and slot.steps % every == 0):
+                due[lane] = slot
+                # a lane that broke at the first step since has nothing new to tell
+                if done:
+                    self._record(lane, slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
+        broken = {lane for lane in due if not reading.alive[lane]}
+        finished = {lane for lane, slot in due.items() if slot.steps >= slot.experiment.steps} - broken
+        judged = {lane: slot for lane, slot in due.items() if lane not in finished | broken and self._is_judged(slot)}
+        asked = {lane for lane, slot in judged.items() if _monitored(slot).startswith("val/")} | finished
+        often = self.trainer.evaluate_every
+        measured = {n: s for n, s in due.items() if n not in broken and (n in asked or s.steps % often == 0)}
+        failed = self._evaluate("val", measured)
+        if judged:
+            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
+        stopped = self._hear({lane: slot for lane, slot in due.items() if lane not in failed}, finished | broken)
+        left = {lane: due[lane] for lane in (finished | stopped.keys()) - failed.keys()}
+        failed |= self._test(left)
+        for lane, slot in due.items():
+            if lane in failed:
+                self._take_out(lane, slot, "failed", str(failed[lane]))
+            elif lane in broken:
+                self._take_out(lane, slot, "diverged", _broke(slot, reading, lane))
+            elif lane in finished:
+                self._take_out(lane, slot, "finished")
+            elif lane in stopped:
+                self._take_out(lane, slot, "stopped", stopped[lane])
+            elif slot.steps >= slot.end:
+                self._put_aside(lane, slot)
+
+    def _hear(self, due: Mapping[int, Slot], over: set[int]) -> dict[int, str]:
+        """Tell the search what was measured, and do what it says.
+
+        Args:
+            over: lanes that are at their end.
+
+        Returns:
+            lane → why its experiment is stopped.
+        """
+        lanes = sorted(due, key=lambda lane: due[lane].order)
+        lane_of = {due[lane].experiment.id: lane for lane in lanes}
+        reports = [Report(due[lane].experiment, due[lane].steps, due[lane].fresh) for lane in lanes]
+        verdicts = self.run.search.tell(reports)
+        stopped: dict[int, str] = {}
+        copies: list[tuple[int, Copy]] = []
+        for name, verdict in verdicts.items():
+            lane = lane_of[name]
+            if lane in over:
+                continue
+            if isinstance(verdict, Stop):
+                stopped[lane] = verdict.reason
+            else:
+                copies.append((lane, verdict))
+        # all sources as they are now, also where one of them is a target
+        sources = [self._source(copy, lane_of) for _, copy in copies]
+        states = self.lanes.save(sources) if copies else []
+        floats = [self._floats(due[source]) for source in sources]
+        for (lane, copy), state, values in zip(copies, states, floats, strict=True):
+            slot = due[lane]
+            slot.floats = values | copy.values
+            self.lanes.go_on(lane, slot.experiment.varied(slot.floats), state)
+            self._record(lane, slot, {f"value/{key}": value for key, value in slot.floats.items()})
+        return stopped
+
+    def _source(self, copy: Copy, lane_of: Mapping[str, int]) -> int:
+        if copy.source not in lane_of:
+            raise LookupError(f"the search copies experiment {copy.source}, which is in no lane of this graph now")
+        return lane_of[copy.source]
+
+    def _floats(self, slot: Slot) -> dict[str, float]:
+        """The floats of an experiment that differ within the cohort, as they are now."""
+        config = slot.experiment.varied(slot.floats).config
+        values = {key: value for key, value in leaves(config) if key in self.planned.cohort.riding}
+        return {key: value for key, value in values.items() if isinstance(value, float)}
+
+    def _is_judged(self, slot: Slot) -> bool:
+        """Whether the schedule looks at a metric of this experiment now, by its own steps."""
+        schedule = slot.experiment.config["schedule"]
+        return SCHEDULES[schedule["name"]].judges and slot.steps % schedule["every"] == 0
+
+    def _evaluate(self, split: str, due: Mapping[int, Slot]) -> dict[int, TaskError]:
+        """Record the metrics of a split, if there is one.
+
+        Returns:
+            lane → what its own summary raised.
+        """
+        found, failed = self._measured(split, due)
+        for lane, values in found.items():
+            self._record(lane, due[lane], values)
+        return failed
+
+    def _test(self, due: Mapping[int, Slot]) -> dict[int, TaskError]:
+        """Record the metrics of the test split: of the last state, and beside the best ones those of the best."""
+        failed = self._evaluate("test", due)
+        well = {lane: slot for lane, slot in due.items() if lane not in failed and slot.best_step is not None}
+        for slot in well.values():
+            slot.best |= {n: v for n, v in slot.metrics.items() if n.startswith("test/")}
+        earlier = {lane: slot for lane, slot in well.items() if slot.best_step != slot.steps}
+        found, wrong = self._measured("test", earlier, best=True)
+        for lane, values in found.items():
+            earlier[lane].best |= values
+        return failed | wrong
+
+    def _measured(
+        self, split: str, due: Mapping[int, Slot], best: bool = False
+    ) -> tuple[dict[int, dict[str, float]], dict[int, TaskError]]:
+        """lane → metrics of a split, if there is one; and lane → what its own summary raised."""
+        values: dict[int, dict[str, float]] = {}
+        failed: dict[int, TaskError] = {}
+        if not due or split not in self.splits:
+            return values, failed
+        evaluation = self.lanes.measure(split, best)
+        for lane in due:
+            found = {n: metric[lane] for n, metric in evaluation.metrics.items()}
+            try:
+                found |= self.lanes.summary(lane, split, evaluation)
+            except TaskError as error:
+                failed[lane] = error
+            values[lane] = {f"{split}/{n}": value for n, value in found.items()}
+        return values, failed
+
+    def _take_out(self, lane: int, slot: Slot, status: str, message: str = "") -> None:
+        last = best = None
+        if self.trainer.weights:
+            last = self.lanes.state_dict(lane)
+            best = self.lanes.state_dict(lane, best=True) if slot.best_step is not None else None
+        self.run.end(slot, self.planned, status, message, last, best)
+        self._empty(lane)
+
+    def _put_aside(self, lane: int, slot: Slot) -> None:
+        (state,) = self.lanes.save([lane])
+        self.run.saved[slot.experiment.id] = Saved(slot.facts(), state)
+        self._empty(lane)
+
+    def _empty(self, lane: int) -> None:
+        self.lanes.clear(lane)
+        self.slots[lane] = None
+
+    def _record(self, lane: int, slot: Slot, values: Mapping[str, float]) -> None:
+        """Keep metrics of one split and tell them; keep the state as well if it is the best so far."""
+        best = slot.note(values, self.trainer.monitor, self.trainer.mode)
+        self.run.tell("metrics", slot.experiment, slot.steps, values)
+        if best:
+            self.run.totals.best[slot.experiment.id] = slot.best_value, slot.experiment
+            self.lanes.keep([lane])
+
+
+def _monitored(slot: Slot) -> str:
+    return str(slot.experiment.config["schedule"]["monitor"])
+
+
+def _broke(slot: Slot, reading: Reading, lane: int) -> str:
+    message = f"the loss or a parameter turned infinite or NaN at step {slot.steps + 1}"
+    return f"{message}; {_UPDATE_BROKE}" if reading.finite and reading.finite[lane] else message
+
