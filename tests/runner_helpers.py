@@ -235,8 +235,8 @@ class Ran:
     told: Recorder
 
     def of(self, experiment: Experiment) -> Result:
-        """An experiment's result."""
-        (result,) = [result for result in self.results if result.experiment.id == experiment.id]
+        """An experiment's result, with the weights that listeners are told."""
+        (result,) = [result for result in self.told.results if result.experiment.id == experiment.id]
         return result
 
     def in_order(self) -> list[Result]:

@@ -329,10 +329,16 @@ def test_nothing_is_left_behind_by_planning() -> None:
     assert random.getstate() == before[2]
 
 
-def test_a_failure_of_the_first_experiment_stops_the_plan() -> None:
-    """One that fails is mostly the first of many: it is told before anything runs."""
+def test_a_failure_of_the_first_experiment_costs_that_experiment() -> None:
+    plan = planned(Picky, {"task.scale": [3.0, 1.0]})
+    assert list(plan.failed) == [plan.experiments[0].id]
+    assert "no model for 3.0" in plan.failed[plan.experiments[0].id]
+
+
+def test_a_failure_of_all_stops_the_plan() -> None:
+    """It is told before anything runs."""
     with pytest.raises(TaskError, match=r"no model for 3\.0"):
-        planned(Picky, {"task.scale": [3.0, 1.0]})
+        planned(Picky, {"task.scale": [3.0, 4.0]})
 
 
 class Guard(ToyMlp):

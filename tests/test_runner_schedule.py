@@ -14,15 +14,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import coalesce.runner.run as runner
+import coalesce.runner.cohort as runner
 from coalesce.engine.lanes import Reading
 from coalesce.engine.summary import Evaluation
 from coalesce.errors import TaskError
 from coalesce.experiment import Cohort, Experiment
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+from coalesce.runner.run import run
 from run_fakes import experiment
 from runner_helpers import Recorder
 
@@ -71,6 +73,7 @@ class NumberLanes:
         self.held: list[Experiment | None] = [None] * width
         self.steps = [0] * width
         self.alive = [False] * width
+        self.device = torch.device("cpu")
 
     def prepare_step(self) -> None: ...
 
@@ -99,7 +102,7 @@ class NumberLanes:
         loss = [train_loss(held.seed, step) if held is not None else math.nan for held, step in pairs]
         return Reading(list(self.steps), list(self.alive), {"loss": loss})
 
-    def measure(self, split: str) -> Evaluation:
+    def measure(self, split: str, best: bool = False) -> Evaluation:
         assert split == "val"
         pairs = zip(self.held, self.steps, strict=True)
         return Evaluation({"score": [score(held.seed, step) if held is not None else 0.0 for held, step in pairs]})
@@ -142,7 +145,13 @@ def test_each_experiment_is_told_what_it_would_be_told_alone(
     dealt = [experiments[n::cohorts] for n in range(cohorts) if experiments[n::cohorts]]
     planned = tuple(PlannedCohort(Cohort(n, members, ()), width, 1, 1, 1) for n, members in enumerate(dealt))
     trainer = Trainer(
-        every=every, evaluate_every=every * factor, monitor="val/score", mode=mode, threads=1, check=False
+        every=every,
+        evaluate_every=every * factor,
+        monitor="val/score",
+        mode=mode,
+        threads=1,
+        check=False,
+        weights=False,
     )
     plan = Plan("made_up", ("seed", "steps"), experiments, planned, trainer)
     judged: list[tuple[int, int, float]] = []
@@ -151,7 +160,7 @@ def test_each_experiment_is_told_what_it_would_be_told_alone(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "Lanes", NumberLanes)
         patch.setattr(runner, "Template", lambda cohort, audit: template)
-        results = runner.run(plan, [recorder])
+        results = run(plan, [recorder])
     assert sorted(r.experiment.seed for r in results) == list(range(len(courses)))
     assert results == recorder.results
     for result in results:

@@ -14,7 +14,12 @@ from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.runner.plan import Trainer
 
 #: Settings that take one of a few words.
-WORDS = {"mode": ("max", "min"), "device": ("auto", "cpu", "cuda"), "convolution": CHOICES}
+WORDS = {
+    "mode": ("max", "min"),
+    "device": ("auto", "cpu", "cuda"),
+    "on_error": ("continue", "stop"),
+    "convolution": CHOICES,
+}
 #: Settings that are counts, and so at least 1.
 COUNTS = ("width", "every", "evaluate_every", "evaluate_batch_size", "threads")
 

@@ -72,15 +72,14 @@ def check(lanes: Lanes, splits: Sequence[str]) -> None:
 
 def _probes(lanes: Lanes, plain: Plain) -> list[Seen]:
     """The representative, and the experiment that differs from it in the most floats; at rates that suit."""
-    cohort = lanes.template.cohort
-    first = cohort.members[0]
+    cohort, first = lanes.template.cohort, lanes.template.experiment
 
     def distance(one: Experiment) -> float:
         pairs = [(_at(first.config, key), _at(one.config, key)) for key in cohort.riding]
         return sum(1 + abs(a - b) / (abs(a) + abs(b)) for a, b in pairs if a != b)
 
     probes = [Seen(first, _at_a_rate(first, RATES[0], plain))]
-    for one in heapq.nlargest(_TRIES, cohort.members[1:], distance):
+    for one in heapq.nlargest(_TRIES, [e for e in cohort.members if e is not first], distance):
         try:
             lanes.template.lane(one)
             return [*probes, Seen(one, _at_a_rate(one, RATES[1], plain))]

@@ -12,8 +12,8 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.evaluations import chunks
+from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.lanes import Reading
 from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, split_loss

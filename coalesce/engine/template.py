@@ -190,6 +190,8 @@ class Template:
                 continue
             mine = _get(self.experiment.config, key)
             others = list(dict.fromkeys(v for e in self.cohort.members if (v := _get(e.config, key)) != mine))
+            if not others:
+                continue
             left = 1 if key == "seed" else 2
             for value in dict.fromkeys(others if key == "seed" else [min(others), max(others), *others]):
                 variant = self.experiment.varied({key: value})

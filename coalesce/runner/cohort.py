@@ -1,4 +1,4 @@
-"""The lanes of one cohort over time: filled, advanced from one host boundary to the next, read out, and filled again."""
+"""The lanes of one cohort over time: filled, advanced from one host boundary to the next, read out, filled again."""
 
 from __future__ import annotations
 
@@ -59,6 +59,9 @@ class CohortRun:
         self.slots: list[Slot | None] = [None] * planned.width
         self.queue: deque[tuple[int, Trial]] = deque()
         self.step_s = math.nan
+        #: lanes whose present state is the best so far
+        self.better: list[int] = []
+        self.keeps_weights = self.trainer.weights and bool(run.listeners)
         self.lanes = self._guarded(self._build)
 
     @property
@@ -155,7 +158,7 @@ class CohortRun:
                 torch.cuda.synchronize(self.lanes.device)
             self.step_s = (time.monotonic() - started_s) / some
             due -= some
-            if any([listener.wants_boundary() for listener in self.run.listeners]):
+            if any(listener.wants_boundary() for listener in self.run.listeners):
                 return
 
     def _longest(self) -> int:
@@ -215,6 +218,7 @@ class CohortRun:
         failed = self._evaluate("val", measured)
         if judged:
             self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
+        self._keep_better()
         stopped = self._hear({lane: slot for lane, slot in due.items() if lane not in failed}, finished | broken)
         left = {lane: due[lane] for lane in (finished | stopped.keys()) - failed.keys()}
         failed |= self._test(left)
@@ -259,7 +263,7 @@ class CohortRun:
         floats = [self._floats(due[source]) for source in sources]
         for (lane, copy), state, values in zip(copies, states, floats, strict=True):
             slot = due[lane]
-            slot.floats = values | copy.values
+            slot.floats = {**values, **copy.values}
             self.lanes.go_on(lane, slot.experiment.varied(slot.floats), state)
             self._record(lane, slot, {f"value/{key}": value for key, value in slot.floats.items()})
         return stopped
@@ -323,7 +327,7 @@ class CohortRun:
 
     def _take_out(self, lane: int, slot: Slot, status: str, message: str = "") -> None:
         last = best = None
-        if self.trainer.weights:
+        if self.keeps_weights:
             last = self.lanes.state_dict(lane)
             best = self.lanes.state_dict(lane, best=True) if slot.best_step is not None else None
         self.run.end(slot, self.planned, status, message, last, best)
@@ -339,12 +343,18 @@ class CohortRun:
         self.slots[lane] = None
 
     def _record(self, lane: int, slot: Slot, values: Mapping[str, float]) -> None:
-        """Keep metrics of one split and tell them; keep the state as well if it is the best so far."""
+        """Keep metrics of one split and tell them; note whether the state is the best so far."""
         best = slot.note(values, self.trainer.monitor, self.trainer.mode)
         self.run.tell("metrics", slot.experiment, slot.steps, values)
         if best:
             self.run.totals.best[slot.experiment.id] = slot.best_value, slot.experiment
-            self.lanes.keep([lane])
+            self.better.append(lane)
+
+    def _keep_better(self) -> None:
+        """Keep the states that are the best so far, of all lanes at once; if anybody will ask for them."""
+        if self.better and (self.keeps_weights or "test" in self.splits):
+            self.lanes.keep(self.better)
+        self.better = []
 
 
 def _monitored(slot: Slot) -> str:
@@ -354,4 +364,3 @@ def _monitored(slot: Slot) -> str:
 def _broke(slot: Slot, reading: Reading, lane: int) -> str:
     message = f"the loss or a parameter turned infinite or NaN at step {slot.steps + 1}"
     return f"{message}; {_UPDATE_BROKE}" if reading.finite and reading.finite[lane] else message
-

@@ -8,7 +8,7 @@ import torch
 def is_out_of_memory(error: BaseException) -> bool:
     """CUDA's allocator has an error of its own; the CPU's raises a RuntimeError that only its text tells apart.
 
-    Its text was seen with torch 2.13: "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate
+    Its text, seen with torch 2.13: "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate
     memory: you tried to allocate 4 bytes. Error code 12 (Cannot allocate memory)".
     """
     known = isinstance(error, torch.OutOfMemoryError | MemoryError)

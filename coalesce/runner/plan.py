@@ -34,7 +34,8 @@ class Trainer:
         show: more metrics that are summed up beside it at the end of a run: ``("test/accuracy",)``.
         threads: CPU threads of torch, or None: as many as torch takes by itself. Recorded, since results may
             depend on it in the last bit.
-        weights: keep the final weights of every experiment.
+        weights: keep the final and the best weights of every experiment, where a run has a folder.
+        on_error: what to do when an experiment fails: "continue" with the others, or "stop".
         snapshot_minutes: minutes between two snapshots of all lanes, which a run goes on from that was killed; 0: at
             every host boundary; None: only when a signal ends the run.
     """
@@ -54,7 +55,8 @@ class Trainer:
     mode: str = "max"
     show: tuple[str, ...] = ()
     threads: int | None = None
-    weights: bool = False
+    weights: bool = True
+    on_error: str = "continue"
     snapshot_minutes: float | None = 5.0
 
 
@@ -100,6 +102,7 @@ class Plan:
         experiments: in the sweep's order, each once.
         cohorts: in the order they run.
         trainer: with ``device`` and ``threads`` resolved.
+        failed: id → what kept an experiment from being planned: its data, its model or its loss raise.
     """
 
     name: str
@@ -107,3 +110,4 @@ class Plan:
     experiments: tuple[Experiment, ...]
     cohorts: tuple[PlannedCohort, ...]
     trainer: Trainer
+    failed: Mapping[str, str] = field(default_factory=dict)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,8 +13,8 @@ from coalesce.engine.lanes import Lanes
 from coalesce.engine.measure import choose_lowerings
 from coalesce.engine.pieces import choose, matching, recomputed
 from coalesce.engine.template import Template
-from coalesce.errors import ConfigError, Problem, nearest
-from coalesce.experiment import Cohort, Experiment, group
+from coalesce.errors import ConfigError, Problem, TaskError, nearest
+from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
 
 #: Most lanes that ``trainer.width=auto`` takes: a plain bound, as long as widths are not chosen by measuring.
@@ -30,11 +29,16 @@ def make_plan(
     name: str,
     keys: Sequence[str],
     experiments: Iterable[Experiment],
-    rides: Callable[[Experiment, str, Any], bool],
+    rides: Rides,
     trainer: Trainer,
+    probes: Iterable[Experiment] = (),
+    count: int | None = None,
+    decided: Iterable[PlannedCohort] = (),
 ) -> Plan:
     """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step, and
     trace the step once for every kind of cohort, so that what cannot be traced is known before anything is written.
+
+    An experiment that raises at that is left out of it, and stands in the plan's ``failed``.
 
     Args:
         name: the sweep's name.
@@ -42,21 +46,30 @@ def make_plan(
         experiments: each once, in the sweep's order.
         rides: whether a leaf of the configuration may differ within a graph, see `group`.
         trainer: how to run them.
+        probes, count: of a search that makes its experiments as it goes, see `Search`: experiments that show what may
+            differ, and how many it will ask for.
+        decided: cohorts of an earlier plan of this run. What was decided for them (width, pieces, lowerings) is obeyed.
 
     Raises:
         ConfigError: problems of all cohorts together.
-        TaskError: the task's own code fails.
+        TaskError: the task's own code fails, in every experiment.
     """
     experiments = tuple(experiments)
     problems: dict[Problem, None] = {}
     trainer, found = _resolve(trainer)
     problems |= dict.fromkeys(found)
     templates: list[Template] = []
-    for cohort in group(experiments, rides):
+    failed: dict[str, str] = {}
+    out: list[Cohort] = []
+    for cohort in group(experiments, rides, probes):
         try:
-            template = Template(cohort, audit=trainer.stack)
+            template, messages = _template(cohort, trainer)
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
+            continue
+        failed |= messages
+        if template is None:
+            out.append(cohort)
             continue
         found = _check_batch_size(template) + _check_metrics(template, trainer)
         found += _check_judged(template, trainer) + _check_pieces(template, trainer)
@@ -66,10 +79,57 @@ def make_plan(
         templates.append(template)
     if problems:
         raise ConfigError(problems)
+    if not templates and failed:
+        raise TaskError(next(iter(failed.values())))
     if trainer.stack:
         _check_traces(templates)
-    planned = tuple(plan_cohort(template, trainer) for template in templates)
-    return Plan(name, tuple(keys), experiments, planned, trainer)
+    before = {c.cohort.shape: c for c in decided}
+    planned = [plan_cohort(t, trainer, count, before.get(t.cohort.shape)) for t in templates]
+    planned += [PlannedCohort(cohort, 0, 0, 0, 0) for cohort in out]
+    planned.sort(key=lambda c: c.cohort.index)
+    return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed)
+
+
+#: Experiments of a cohort that are tried before the cohort is given up.
+_TRIED = 3
+
+
+def _template(cohort: Cohort, trainer: Trainer) -> tuple[Template | None, dict[str, str]]:
+    """A cohort's template, of the first experiment that can stand for it; and id → what kept others from it.
+
+    Without a template, all of the cohort's experiments have failed.
+    """
+    failed: dict[str, str] = {}
+    members = cohort.members
+    for place in range(min(_TRIED, len(members))):
+        try:
+            template = Template(replace(cohort, experiments=members[place:], probes=()), audit=trainer.stack)
+        except TaskError as error:
+            failed[members[place].id] = str(error)
+            continue
+        template.cohort = cohort
+        return template, failed
+    last = list(failed.values())[-1]
+    return None, {e.id: failed.get(e.id, last) for e in cohort.experiments}
+
+
+def grown(plan: Plan, experiments: Sequence[Experiment], rides: Rides) -> Plan:
+    """A plan with more experiments, each in the cohort that it belongs to.
+
+    Raises:
+        LookupError: there is no cohort for one of them: no probe was like it.
+    """
+    more: dict[str, list[Experiment]] = {c.cohort.shape: [] for c in plan.cohorts}
+    for experiment in experiments:
+        shape = shape_of(experiment, rides)
+        if shape not in more:
+            raise LookupError(f"the plan has no graph for {experiment}: the search has no probe like it")
+        more[shape].append(experiment)
+    cohorts = [
+        replace(c, cohort=replace(c.cohort, experiments=(*c.cohort.experiments, *more[c.cohort.shape])))
+        for c in plan.cohorts
+    ]
+    return replace(plan, experiments=(*plan.experiments, *experiments), cohorts=tuple(cohorts))
 
 
 def _check_traces(templates: Sequence[Template]) -> None:
@@ -83,9 +143,16 @@ def _check_traces(templates: Sequence[Template]) -> None:
             lanes.prepare_evaluation(split)
 
 
-def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
+def plan_cohort(
+    template: Template, trainer: Trainer, count: int | None = None, decided: PlannedCohort | None = None
+) -> PlannedCohort:
     """A cohort's width, and the memory of a lane: parameters, optimiser state, buffers, one set of gradients, and what
-    autograd kept in a plain step of one experiment."""
+    autograd kept in a plain step of one experiment.
+
+    Args:
+        count: experiments that are to come, where they are not known yet.
+        decided: the same cohort in an earlier plan.
+    """
     named = dict(template.model.named_parameters())
     trained = sum(named[n].nbytes for n in template.trained)
     slots = sum(
@@ -98,8 +165,11 @@ def plan_cohort(template: Template, trainer: Trainer) -> PlannedCohort:
     gradients = trained * (2 if template.accumulate > 1 else 1)
     per_lane = trained + gradients + slots + rest + template.rehearsal.saved_bytes
     parameters = sum(p.numel() for p in named.values())
-    width = _width(template.cohort, trainer)
+    width = _width(count or len(template.cohort.experiments), trainer)
     shared = template.data.bytes + (template.folds.bytes if template.folds else 0)
+    if decided is not None and trainer.stack:
+        chosen = decided.width, parameters, per_lane, shared, decided.pieces, decided.checkpoint, decided.lowerings
+        return PlannedCohort(template.cohort, *chosen, template)
     pieces = _pieces(template, trainer, width)
     again = recomputed(template.model, trainer.checkpoint) if trainer.stack else ()
     lowerings = _lowerings(template, trainer, width)
@@ -129,13 +199,12 @@ def metric_names(template: Template) -> list[str]:
     return names + [f"val/{n}" for n in measured if "val" in template.evaluated]
 
 
-def _width(cohort: Cohort, trainer: Trainer) -> int:
+def _width(count: int, trainer: Trainer) -> int:
     if not trainer.stack:
         return 1
     if trainer.width != "auto":
         return int(trainer.width)
     # as even as possible: 130 experiments are twice 65 lanes, not 128 and 2
-    count = len(cohort.experiments)
     return max(LEAST_WIDTH, math.ceil(count / math.ceil(count / AUTO_WIDTH)))
 
 
@@ -150,7 +219,7 @@ def _resolve(trainer: Trainer) -> tuple[Trainer, list[Problem]]:
 
 def _check_batch_size(template: Template) -> list[Problem]:
     size = template.experiment.batch_size
-    count = min(template.count(experiment, "train") for experiment in template.cohort.experiments)
+    count = min(template.count(experiment, "train") for experiment in template.cohort.members)
     if size <= count:
         return []
     valid = f"at most {count}, its number of samples"
@@ -189,7 +258,7 @@ def _check_judged(template: Template, trainer: Trainer) -> list[Problem]:
     if not template.schedule.judges:
         return []
     problems = []
-    for every in dict.fromkeys(e.config["schedule"]["every"] for e in template.cohort.experiments):
+    for every in dict.fromkeys(e.config["schedule"]["every"] for e in template.cohort.members):
         if every % trainer.every:
             # lanes stop together, so a stop of one's own would shift its neighbours'
             rule = f"must be a multiple of trainer.every, which is {trainer.every}"

@@ -64,7 +64,8 @@ def run(
         rides: see `group`; for a search that asks for experiments that the plan does not have.
 
     Returns:
-        One result per experiment, in the order in which they ended; those that had ended before come first.
+        One result per experiment, in the order in which they ended; those that had ended before come first. Their
+        weights are told to the listeners alone.
 
     Raises:
         TaskError: an experiment failed, and ``trainer.on_error`` is "stop".
@@ -189,8 +190,8 @@ class Run:
         """All that is needed to go on from here.
 
         Returns:
-            ``facts``: ``search`` (its state), ``trials`` (id and ``until``, what was asked for last), ``ended`` (ids), and
-            ``slots`` (id → what the host knows of an experiment that has begun); ``tensors``.
+            ``facts``: ``search`` (its state), ``trials`` (id and ``until``, what was asked for last), ``ended`` (ids),
+            and ``slots`` (id → what the host knows of an experiment that has begun); ``tensors``.
         """
         saved = dict(self.saved)
         if self._current is not None:
@@ -257,7 +258,7 @@ class Run:
             best_weights=best_weights,
         )
         # the weights are the listeners' to keep
-        self.ended[slot.experiment.id] = result if not self.listeners else replace(result, weights=None, best_weights=None)
+        self.ended[slot.experiment.id] = replace(result, weights=None, best_weights=None)
         self.tell("ended", result)
         self.search.ended(Ending(slot.experiment, status, slot.steps, slot.metrics, slot.best))
         if status == "failed" and self.trainer.on_error == "stop":

@@ -69,7 +69,9 @@ class Slot:
 
     @classmethod
     def of(cls, experiment: Experiment, facts: Mapping[str, Any]) -> Slot:
-        copies = {name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()}
+        copies: dict[str, Any] = {
+            name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()
+        }
         return cls(experiment, **copies)
 
 

@@ -117,7 +117,10 @@ class Search:
         raise NotImplementedError
 
     def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
-        """What was measured at one boundary, of all lanes that took a step, in the order in which they were asked for.
+        """What was measured at one boundary, of all lanes that are due, in the order in which they were asked for.
+
+        An experiment that went back to an earlier snapshot, since the run was interrupted or memory did not suffice,
+        is told of once more, with the same numbers.
 
         Returns:
             id → what becomes of the experiment; the others go on. Of those that are at their end nothing is asked. What
@@ -126,7 +129,8 @@ class Search:
         return {}
 
     def ended(self, ending: Ending) -> None:
-        """One experiment ended, after `tell`. It is told once, also of one that ended before the run was resumed."""
+        """One experiment ended, after `tell`. A run that is resumed tells it again of those that ended since the last
+        snapshot."""
 
     def dropped(self) -> Mapping[str, Stop]:
         """Experiments that were put aside and will not be asked for again: they end here. To be called after `ask`.
