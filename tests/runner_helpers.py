@@ -169,6 +169,12 @@ class Recorder(Listener):
         self.calls.append("advanced")
         self.progress.append(progress)
 
+    def planned(self, plan: Plan) -> None:
+        self.calls.append("planned")
+
+    def narrowed(self, cohort: int, width: int, message: str) -> None:
+        self.calls.append("narrowed")
+
     def closed(self, error: BaseException | None) -> None:
         self.calls.append("closed")
         self.errors.append(error)

@@ -118,7 +118,7 @@ class CohortRun:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error) or not self.trainer.stack or self.planned.width == 1:
                     raise
-                message = str(error).splitlines()[0]
+                message = (str(error) or type(error).__name__).splitlines()[0]
             # not in the handler: the traceback holds the tensors of the step that failed
             self._narrow(message)
 
