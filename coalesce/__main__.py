@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
 from coalesce.configuration.language import register_resolvers
-from coalesce.errors import ConfigError, Problem, RunFolderError, TaskError, nearest
+from coalesce.errors import ConfigError, RunFolderError, TaskError, nearest
 from coalesce.store.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -146,33 +146,32 @@ def run_order(order: Order) -> int:
     from coalesce.report.plan import print_plan
     from coalesce.report.progress import ProgressView
     from coalesce.report.summary import print_summary
-    from coalesce.runner.planning import make_plan
+    from coalesce.runner.listener import Latest
+    from coalesce.runner.planning import plan_search
     from coalesce.runner.run import run
-    from coalesce.search.base import Listed
     from coalesce.store.frames import results_frame
     from coalesce.store.paths import RunPaths
     from coalesce.store.writer import RunWriter
 
-    if type(order.search) is not Listed:
-        name = type(order.search).__name__.lower()
-        raise ConfigError([Problem("search.name", name, "the runner cannot train it yet", "grid, random")])
     console = Console()
     # unstacked, a breakpoint may stop in the middle of it, and needs the terminal for itself
     waiting = console.status("planning: data, one plain step and one trace") if order.trainer.stack else nullcontext()
     with waiting:
-        plan = make_plan(order.name, order.keys, order.experiments, rides, order.trainer)
+        plan = plan_search(order.name, order.keys, order.search, rides, order.trainer)
     if order.plan_only:
         print_plan(plan, console)
         return DONE
     paths = RunPaths.create(order.runs, order.name)
     order.search.keep(paths.study, f"{order.name}/{paths.folder.name}")
     try:
-        results = run(plan, [RunWriter(paths, order.yaml), ProgressView(console)])
+        latest = Latest(plan)
+        listeners = [latest, RunWriter(paths, order.yaml), ProgressView(console)]
+        results = run(plan, listeners, search=order.search, rides=rides)
     except BaseException:
         # an interrupt, or the task's own code
         print(f"What was recorded so far lies in {paths.folder}", file=sys.stderr)
         raise
-    frame = results_frame(results, plan.keys, [experiment.id for experiment in plan.experiments])
+    frame = results_frame(results, plan.keys, [experiment.id for experiment in latest.plan.experiments])
     trainer = plan.trainer
     print_summary(frame, plan.keys, trainer.monitor, trainer.mode, paths.folder, console, trainer.show)
     return FAILED if any(result.status == "failed" for result in results) else DONE

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coalesce.configuration import check_trainer, make_search, rides
 from coalesce.configuration.search import ANY, check_search
 from coalesce.errors import ConfigError, Problem
+from coalesce.runner.listener import Latest
 from coalesce.runner.plan import Trainer
-from coalesce.runner.planning import make_plan
+from coalesce.runner.planning import plan_search
 from coalesce.runner.run import run
-from coalesce.search.base import Listed
 from coalesce.store.frames import results_frame
 from coalesce.task import Task
 
@@ -91,8 +92,8 @@ def sweep(
         problems += error.problems
     how = checked or Trainer()
     found, keys = make_search(base, params, zip, problems=problems, trainer=how, settings=settings)
-    if type(found) is not Listed:
-        raise ConfigError([Problem("search.name", settings.name, "the runner cannot train it yet", "grid, random")])
-    experiments = found.known()
-    plan = make_plan("sweep", keys, experiments, rides, how)
-    return results_frame(run(plan), keys, [experiment.id for experiment in experiments])
+    # there is no folder that weights could be kept in
+    plan = plan_search("sweep", keys, found, rides, replace(how, weights=False))
+    latest = Latest(plan)
+    results = run(plan, [latest], search=found, rides=rides)
+    return results_frame(results, keys, [experiment.id for experiment in latest.plan.experiments])

@@ -32,7 +32,7 @@ TOY: dict[str, Any] = {"batch_size": 1, "monitor": "train/loss"}
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
     """(width, splits) of each check that the runner makes."""
-    from coalesce.runner import run
+    from coalesce.runner import cohort
 
     calls: list[tuple[int, tuple[str, ...]]] = []
 
@@ -40,7 +40,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]
         calls.append((lanes.width, tuple(splits)))
         check(lanes, splits)
 
-    monkeypatch.setattr(run, "check", noted)
+    monkeypatch.setattr(cohort, "check", noted)
     return calls
 
 
@@ -85,7 +85,7 @@ def test_an_experiment_that_cannot_be_built_costs_its_own_row(checked: list[Any]
 
 def test_it_costs_a_few_plain_steps_and_one_piece_of_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes = usual_lanes("sgd", 2)
-    monkeypatch.setattr(lanes, "evaluate_batch_size", 2)
+    monkeypatch.setattr(lanes._evaluations, "batch_size", 2)
     steps: list[int] = []
     pieces: list[Any] = []
     advance, evaluate = Plain.advance, Plain.evaluate_samples

@@ -331,7 +331,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], Ex
     return calls
 
 
-ERRORS = {
+ERRORS: dict[str, Callable[[], Exception]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     "cpu": lambda: RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
@@ -456,3 +456,27 @@ def test_a_listed_search_goes_on() -> None:
     other = Listed(experiments)
     other.load_state_dict(json.loads(json.dumps(search.state_dict())))
     assert other.ask(4) == []
+
+
+class Dropping(Scripted):
+    """Takes only the first of the experiments up again."""
+
+    def dropped(self) -> Mapping[str, Stop]:
+        names = [trial.experiment.id for trial in self.generations[0]]
+        return {name: Stop("not among the best") for name in names[1:]} if self.place > 1 else {}
+
+
+def test_what_is_dropped_ends_where_it_was_put_aside() -> None:
+    plan = plan_of({"seed": range(5), "steps": [35]})
+    first, *rest = plan.experiments
+    recorder, short = Recorder(), Recorder()
+    search = Dropping([[Trial(e, until=15) for e in plan.experiments], [Trial(first)]])
+    run(plan, [recorder], search=search)
+    run(plan_of({"seed": range(5), "steps": [15]}), [short])
+    twins = {r.experiment.seed: r for r in short.results}
+    found = {r.experiment.id: r for r in recorder.results}
+    for experiment in rest:
+        result, twin = found[experiment.id], twins[experiment.seed]
+        assert (result.status, result.steps, result.message) == ("stopped", 15, "not among the best")
+        assert str((result.metrics, result.best, result.weights)) == str((twin.metrics, twin.best, twin.weights))
+    assert (found[first.id].status, found[first.id].steps) == ("finished", 35)

@@ -78,6 +78,12 @@ class ProgressView(Listener):
         if self._live is None and self._plan is not None and self._plan.trainer.compile:
             self._say(f"{self._compiling[0]}...")
 
+    def narrowed(self, cohort: int, width: int, message: str) -> None:
+        self._say(f"memory did not suffice: cohort {cohort + 1} goes on in {text.count(width, 'lane')} ({message})")
+
+    def planned(self, plan: Plan) -> None:
+        self._plan = plan
+
     def ended(self, result: Result) -> None:
         self._statuses[result.status] += 1
         if result.status == "failed" and self._statuses["failed"] == 1:

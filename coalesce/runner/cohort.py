@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from coalesce.engine.check import check
+from coalesce.engine.evaluations import chunks
 from coalesce.engine.lanes import Lanes, Reading
 from coalesce.engine.plain import Plain
 from coalesce.engine.template import Template
 from coalesce.errors import TaskError
-from coalesce.experiment import leaves
+from coalesce.experiment import Experiment, leaves
 from coalesce.optim import SCHEDULES
 from coalesce.runner.memory import is_out_of_memory
 from coalesce.runner.plan import PlannedCohort
@@ -61,7 +62,6 @@ class CohortRun:
         self.step_s = math.nan
         #: lanes whose present state is the best so far
         self.better: list[int] = []
-        self.keeps_weights = self.trainer.weights and bool(run.listeners)
         self.lanes = self._guarded(self._build)
 
     @property
@@ -83,6 +83,24 @@ class CohortRun:
             self._refill()
             self.run.tell_progress(self)
             self.run.offer_snapshot(self)
+
+    def retire(self, leaving: Sequence[tuple[Experiment, str]]) -> None:
+        """End experiments that were put aside, and will not go on.
+
+        Args:
+            leaving: which, and why.
+        """
+        for start, stop in chunks(len(leaving), self.planned.width):
+            reasons = {experiment.id: reason for experiment, reason in leaving[start:stop]}
+            for lane, (experiment, _) in enumerate(leaving[start:stop]):
+                self.slots[lane] = self._fill(lane, lane, Trial(experiment))
+            due = dict(self.busy)
+            failed = self._test(due)
+            for lane, slot in due.items():
+                if lane in failed:
+                    self._take_out(lane, slot, "failed", str(failed[lane]))
+                else:
+                    self._take_out(lane, slot, "stopped", reasons[slot.experiment.id])
 
     def _round(self) -> None:
         if not self.busy:
@@ -327,7 +345,7 @@ class CohortRun:
 
     def _take_out(self, lane: int, slot: Slot, status: str, message: str = "") -> None:
         last = best = None
-        if self.keeps_weights:
+        if self.trainer.weights:
             last = self.lanes.state_dict(lane)
             best = self.lanes.state_dict(lane, best=True) if slot.best_step is not None else None
         self.run.end(slot, self.planned, status, message, last, best)
@@ -352,7 +370,7 @@ class CohortRun:
 
     def _keep_better(self) -> None:
         """Keep the states that are the best so far, of all lanes at once; if anybody will ask for them."""
-        if self.better and (self.keeps_weights or "test" in self.splits):
+        if self.better and (self.trainer.weights or "test" in self.splits):
             self.lanes.keep(self.better)
         self.better = []
 

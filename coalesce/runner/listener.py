@@ -116,3 +116,13 @@ class Listener:
 
     def closed(self, error: BaseException | None) -> None:
         """The run is over; ``error`` says why, if it broke off."""
+
+
+class Latest(Listener):
+    """Knows the plan as it is now."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def planned(self, plan: Plan) -> None:
+        self.plan = plan

@@ -16,6 +16,7 @@ from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError, nearest
 from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+from coalesce.search.base import Search
 
 #: Most lanes that ``trainer.width=auto`` takes: a plain bound, as long as widths are not chosen by measuring.
 AUTO_WIDTH = 128
@@ -88,6 +89,21 @@ def make_plan(
     planned += [PlannedCohort(cohort, 0, 0, 0, 0) for cohort in out]
     planned.sort(key=lambda c: c.cohort.index)
     return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed)
+
+
+def plan_search(
+    name: str,
+    keys: Sequence[str],
+    search: Search,
+    rides: Rides,
+    trainer: Trainer,
+    decided: Iterable[PlannedCohort] = (),
+) -> Plan:
+    """`make_plan` of what a search will ask for."""
+    known = search.known()
+    if search.lists:
+        return make_plan(name, keys, known, rides, trainer, decided=decided)
+    return make_plan(name, keys, (), rides, trainer, probes=known, count=search.count, decided=decided)
 
 
 #: Experiments of a cohort that are tried before the cohort is given up.

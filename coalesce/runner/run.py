@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,9 +121,20 @@ class Run:
             if name not in self.ended:
                 experiment = next(e for e in self.plan.experiments if e.id == name)
                 self.end(Slot(experiment), self._planned(name), "failed", message)
-        while trials := trials or self.search.ask(max((c.width for c in self.plan.cohorts), default=1)):
+        if trials:
             self._train(trials)
-            trials = ()
+        while trials := self._ask():
+            self._train(trials)
+
+    def _ask(self) -> Sequence[Trial]:
+        trials = self.search.ask(max((c.width for c in self.plan.cohorts), default=1))
+        dropped = {name: stop.reason for name, stop in self.search.dropped().items() if name in self.saved}
+        for planned in self.plan.cohorts:
+            mine = [e for e in planned.cohort.experiments if e.id in dropped]
+            if mine:
+                with self._cohort(planned) as cohort:
+                    cohort.retire([(e, dropped[e.id]) for e in mine])
+        return trials
 
     def _go_on(self, begun: Begun) -> Sequence[Trial]:
         """Take over what was done before.
@@ -168,13 +180,20 @@ class Run:
             index = planned.cohort.index
             mine = [(order, trial) for order, trial in todo if index_of[trial.experiment.id] == index]
             if mine:
-                if index not in self._cohorts:
-                    self._cohorts[index] = CohortRun(self, planned)
-                self._current = self._cohorts[index]
-                self._current.train(mine)
-                if not self.search.asks_again:
-                    del self._cohorts[index]
-                self._current = None
+                with self._cohort(planned) as cohort:
+                    cohort.train(mine)
+
+    @contextmanager
+    def _cohort(self, planned: PlannedCohort) -> Iterator[CohortRun]:
+        """The lanes of a cohort, which stay if they will be needed again."""
+        index = planned.cohort.index
+        if index not in self._cohorts:
+            self._cohorts[index] = CohortRun(self, planned)
+        self._current = self._cohorts[index]
+        yield self._current
+        if not self.search.asks_again:
+            del self._cohorts[index]
+        self._current = None
 
     def _grow(self, experiments: Iterable[Experiment]) -> None:
         known = {e.id for e in self.plan.experiments}

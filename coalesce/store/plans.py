@@ -17,7 +17,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 
     Returns:
         ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions, sizes, riding
-        keys, ids) and ``experiments`` (id, cohort, values, configuration, introduced), in the sweep's
+        keys, shape, ids) and ``experiments`` (id, cohort, values, configuration, introduced), in the sweep's
         order.
     """
     cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
@@ -36,10 +36,12 @@ def plan_json(plan: Plan) -> dict[str, Any]:
                 "bytes_per_lane": c.bytes_per_lane,
                 "bytes_shared": c.bytes_shared,
                 "riding": list(c.cohort.riding),
+                "shape": c.cohort.shape,
                 "experiments": [experiment.id for experiment in c.cohort.experiments],
             }
             for c in plan.cohorts
         ],
+        "failed": dict(plan.failed),
         "experiments": [
             {
                 "id": experiment.id,
@@ -69,7 +71,12 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         )
     cohorts = tuple(
         PlannedCohort(
-            Cohort(c["index"], tuple(experiments[name] for name in c["experiments"]), tuple(c["riding"])),
+            Cohort(
+                c["index"],
+                tuple(experiments[name] for name in c["experiments"]),
+                tuple(c["riding"]),
+                c.get("shape", ""),
+            ),
             width=c["width"],
             parameters=c["parameters"],
             bytes_per_lane=c["bytes_per_lane"],
@@ -81,7 +88,8 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         for c in data["cohorts"]
     )
     trainer = Trainer(**{name: tuples(value) for name, value in data["trainer"].items()})
-    return Plan(data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer)
+    failed = data.get("failed", {})
+    return Plan(data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer, failed)
 
 
 def experiment_from_json(entry: Mapping[str, Any]) -> Experiment:

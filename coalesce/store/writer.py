@@ -121,6 +121,16 @@ class RunWriter(Listener):
             plan.trainer.device,
         )
 
+    def planned(self, plan: Plan) -> None:
+        self._signals.at_once = False
+        self._plan = plan_json(plan)
+        with self._writing():
+            write_json(self.paths.plan, self._plan)
+
+    def narrowed(self, cohort: int, width: int, message: str) -> None:
+        self._signals.at_once = False
+        logger.warning("cohort %d goes on in %d lanes: memory did not suffice (%s)", cohort, width, message)
+
     def compiling(self, cohort: int, what: str) -> None:
         self._signals.at_once = False
         logger.info("cohort %d: compiling %s", cohort, what)
