@@ -105,7 +105,8 @@ class Optuna(Search):
         seed: of the samplers.
         sampler: makes one.
         storage: Optuna's storage, or its URL; None: a file in the run folder, or memory where there is none.
-        study: the study's name; None: the run's.
+        study: the study's name; None: the run's, or where there is none, a name that no other study has. Trials that a
+            study of this name has already are taken as done.
     """
 
     lists = False
@@ -150,11 +151,10 @@ class Optuna(Search):
 
     def _open(self) -> Study:
         direction = StudyDirection.MAXIMIZE if self._metric.mode == "max" else StudyDirection.MINIMIZE
-        name = self._name or "coalesce"
         try:
             kept = _sqlite(self._file) if self._file is not None and self._storage is None else None
             storage = self._storage if kept is None else kept
-            study = optuna.create_study(storage=storage, study_name=name, direction=direction, load_if_exists=True)
+            study = optuna.create_study(storage=storage, study_name=self._name, direction=direction, load_if_exists=True)
         except Exception as error:  # whatever the database's driver raises
             rule = f"Optuna cannot open it: {str(error).strip().splitlines()[0]}"
             raise ConfigError([Problem("search.storage", str(self._storage or self._file), rule, STORAGES)]) from error
@@ -165,8 +165,8 @@ class Optuna(Search):
             "experiments": [experiment.id for experiment in self._probes],
         }
         if study.get_trials(deepcopy=False) and study.user_attrs.get(SEARCH) != own:
-            rule = f"the storage has a study of this name that belongs to another search: {name!r}"
-            raise ConfigError([Problem("search.study", name, rule, "another name, or another storage")])
+            rule = f"the storage has a study of this name that belongs to another search"
+            raise ConfigError([Problem("search.study", study.study_name, rule, "another name, or another storage")])
         study.set_user_attr(SEARCH, own)
         return study
 
