@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pandas as pd
 import pytest
-from runner_helpers import Net, ToyW
 
 import coalesce
 from coalesce.runner import planning
+from runner_helpers import Net, ToyW
 
 RATES = [0.01 * number for number in (12, 3, 40, 7, 25, 1, 33, 18, 2, 45, 9, 30, 5, 21, 15, 37)]
 USUAL: dict[str, Any] = {
@@ -64,7 +64,9 @@ def test_the_best_is_found_with_fewer_steps(name: str, width: int, grid: pd.Data
     assert_same(finished, grid.loc[finished.index])
     assert 0.45 in set(finished["optimizer.lr"])
     assert set(stopped["steps"]) <= {5, 10, 20}
-    assert all(f"at step {steps}: val/w=" in text for steps, text in zip(stopped["steps"], stopped["message"], strict=True))
+    assert all(
+        f"at step {steps}: val/w=" in text for steps, text in zip(stopped["steps"], stopped["message"], strict=True)
+    )
     for _, row in stopped.iterrows():
         assert row["val/w"] == pytest.approx((1 - 2 * row["optimizer.lr"]) ** row["steps"])
     if name == "halving":
@@ -74,7 +76,9 @@ def test_the_best_is_found_with_fewer_steps(name: str, width: int, grid: pd.Data
 
 
 def test_what_was_put_aside_ends_with_its_test_metrics() -> None:
-    frame = sweep({"name": "halving", "min_steps": 5, "factor": 4}, {"optimizer.lr": RATES[:6]}, arguments_of("train val test"))
+    frame = sweep(
+        {"name": "halving", "min_steps": 5, "factor": 4}, {"optimizer.lr": RATES[:6]}, arguments_of("train val test")
+    )
     assert list(frame["status"]).count("stopped") == 5
     assert (frame["test/w"] == frame["val/w"]).all()
     assert (frame["best/test/w"] == frame["best/val/w"]).all()

@@ -154,7 +154,9 @@ class Optuna(Search):
         try:
             kept = _sqlite(self._file) if self._file is not None and self._storage is None else None
             storage = self._storage if kept is None else kept
-            study = optuna.create_study(storage=storage, study_name=self._name, direction=direction, load_if_exists=True)
+            study = optuna.create_study(
+                storage=storage, study_name=self._name, direction=direction, load_if_exists=True
+            )
         except Exception as error:  # whatever the database's driver raises
             rule = f"Optuna cannot open it: {str(error).strip().splitlines()[0]}"
             raise ConfigError([Problem("search.storage", str(self._storage or self._file), rule, STORAGES)]) from error
@@ -165,7 +167,7 @@ class Optuna(Search):
             "experiments": [experiment.id for experiment in self._probes],
         }
         if study.get_trials(deepcopy=False) and study.user_attrs.get(SEARCH) != own:
-            rule = f"the storage has a study of this name that belongs to another search"
+            rule = "the storage has a study of this name that belongs to another search"
             raise ConfigError([Problem("search.study", study.study_name, rule, "another name, or another storage")])
         study.set_user_attr(SEARCH, own)
         return study
