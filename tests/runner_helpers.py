@@ -199,6 +199,7 @@ def planned(
     batch_size: int = 8,
     seed: int = 0,
     order: Sequence[int] | None = None,
+    zip: Sequence[Sequence[str]] = (),
     **trainer: Any,
 ) -> Plan:
     """A plan, uncompiled unless the trainer's settings say otherwise.
@@ -206,6 +207,7 @@ def planned(
     Args:
         arguments: of the task.
         order: permutes the experiments.
+        zip: groups of keys whose values run together.
     """
     base = {
         "task": {"_target_": f"{task.__module__}.{task.__qualname__}", **(arguments or {})},
@@ -217,7 +219,7 @@ def planned(
     }
     settings = {"compile": False, "monitor": "val/loss", "mode": "min", "every": 5, "evaluate_every": 10, **trainer}
     checked = check_trainer(settings)
-    experiments, keys = make_experiments(base, params, trainer=checked)
+    experiments, keys = make_experiments(base, params, zip, trainer=checked)
     if order is not None:
         experiments = [experiments[index] for index in order]
     return make_plan("made_up", keys, experiments, rides, checked)
