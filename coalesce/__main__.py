@@ -7,7 +7,7 @@ import sys
 import warnings
 from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,6 +108,8 @@ def _app(config: DictConfig) -> int:
     from coalesce.configuration.hydra import read_order
 
     try:
+        if config.get("resume") is not None:
+            return _resume(config)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             order = read_order(config, HydraConfig.get())
@@ -120,6 +122,15 @@ def _app(config: DictConfig) -> int:
     except (TaskError, RunFolderError) as error:
         print(f"coalesce: {error}", file=sys.stderr)
         return FAILED
+
+
+def _resume(config: DictConfig) -> int:
+    from coalesce.running import resume
+
+    try:
+        return resume(str(config.resume), HydraConfig.get(), config.get("plan") is True)
+    except FileNotFoundError as error:
+        return _refuse(f"resume={config.resume}: {error}")
 
 
 @contextmanager
@@ -140,41 +151,9 @@ def run_order(order: Order) -> int:
     Raises:
         ConfigError: what can be known only from the data is wrong.
     """
-    from rich.console import Console
+    from coalesce.running import begin
 
-    from coalesce.configuration import rides
-    from coalesce.report.plan import print_plan
-    from coalesce.report.progress import ProgressView
-    from coalesce.report.summary import print_summary
-    from coalesce.runner.listener import Latest
-    from coalesce.runner.planning import plan_search
-    from coalesce.runner.run import run
-    from coalesce.store.frames import results_frame
-    from coalesce.store.paths import RunPaths
-    from coalesce.store.writer import RunWriter
-
-    console = Console()
-    # unstacked, a breakpoint may stop in the middle of it, and needs the terminal for itself
-    waiting = console.status("planning: data, one plain step and one trace") if order.trainer.stack else nullcontext()
-    with waiting:
-        plan = plan_search(order.name, order.keys, order.search, rides, order.trainer)
-    if order.plan_only:
-        print_plan(plan, console)
-        return DONE
-    paths = RunPaths.create(order.runs, order.name)
-    order.search.keep(paths.study, f"{order.name}/{paths.folder.name}")
-    try:
-        latest = Latest(plan)
-        listeners = [latest, RunWriter(paths, order.yaml), ProgressView(console)]
-        results = run(plan, listeners, search=order.search, rides=rides)
-    except BaseException:
-        # an interrupt, or the task's own code
-        print(f"What was recorded so far lies in {paths.folder}", file=sys.stderr)
-        raise
-    frame = results_frame(results, plan.keys, [experiment.id for experiment in latest.plan.experiments])
-    trainer = plan.trainer
-    print_summary(frame, plan.keys, trainer.monitor, trainer.mode, paths.folder, console, trainer.show)
-    return FAILED if any(result.status == "failed" for result in results) else DONE
+    return begin(order)
 
 
 def _refuse(text: str) -> int:
@@ -197,7 +176,7 @@ def _lines(error: Exception, overrides: list[str]) -> Iterator[str]:
     groups = {
         path.name: [file.stem for file in sorted(path.glob("*.yaml"))] for path in folder.iterdir() if path.is_dir()
     }
-    names = [*KEYS, *groups, "plan", "runs"]
+    names = [*KEYS, *groups, "plan", "runs", "resume"]
     for key, _ in hints(overrides, names):
         if nearest(key, names):
             yield f"Did you mean {nearest(key, names)!r}, not {key!r}?"

@@ -53,7 +53,10 @@ def test_the_examples_of_help_work(cli: CommandLine) -> None:
     cli.write("my_conf/sweep/my_sweep.yaml", "# @package _global_\nsweep:\n  params:\n    seed: [1, 2, 3]\n")
     text = cli("--help").out.replace("\\\n", "")
     examples = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("  python -m coalesce")]
-    counts = [len(cli.order(*arguments).experiments) for arguments in examples]
+    # what goes on needs a run to go on with: tests/test_resume.py
+    begun = [arguments for arguments in examples if not any(a.startswith("resume=") for a in arguments)]
+    assert len(begun) == len(examples) - 2
+    counts = [len(cli.order(*arguments).experiments) for arguments in begun]
     assert counts == [1, 64, 64, 16, 2, 4, 64, 1, 3, 1]
     del sys.modules["my_task"]
 

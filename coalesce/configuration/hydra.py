@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coalesce.configuration.language import read_sweep
+from coalesce.configuration.options import Compose
 from coalesce.configuration.params import unique
 from coalesce.configuration.search import ANY, check_search
 from coalesce.configuration.sources import Sources, files_of
@@ -32,7 +33,7 @@ from coalesce.search.base import Search
 from coalesce.store.paths import check_root
 
 #: Top-level keys that belong to no experiment.
-OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs")
+OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs", "resume")
 #: Keys of the node ``sweep`` and their defaults.
 SWEEP: dict[str, Any] = {"name": None, "params": {}, "zip": [], "limit": 10_000}
 #: The line with which a file sets keys outside of its group.
@@ -81,19 +82,47 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
     Raises:
         ConfigError: with every problem found.
     """
-    problems: list[Problem] = []
-    whole = to_plain(config, problems)
     given = _lines(node.overrides.task)
     sources = Sources(given, node.runtime.choices, files_of(node))
+    option = node.runtime.choices.get("sweep")
+    order = read(config, given, sources, composer(node), option)
+    _warn_without_effect(given, order.keys)
+    return order
+
+
+def read(
+    config: DictConfig,
+    given: Sequence[str],
+    sources: Sources,
+    compose: Compose,
+    option: str | None = None,
+    anew: bool = True,
+) -> Order:
+    """Check a configuration and expand its sweep. To be called while Hydra runs.
+
+    Args:
+        config: all of it.
+        given: the overrides in it.
+        sources: tells where its values stand.
+        compose: makes the base for other options of groups.
+        option: of the group ``sweep``.
+        anew: whether a run folder will be made.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    problems: list[Problem] = []
+    whole = to_plain(config, problems)
+    whole.pop("resume", None)
     problems += sources.misread()
     base = {key: value for key, value in whole.items() if key not in OTHERS}
     valid = (*KEYS, *OTHERS)
     for key in [key for key in base if key not in KEYS]:
         problems.append(Problem(key, base.pop(key), "unknown key", ", ".join(valid), nearest(key, valid)))
-    sweep = _sweep(whole.get("sweep"), node.runtime.choices.get("sweep"), problems)
+    sweep = _sweep(whole.get("sweep"), option, problems)
     plan_only, found = coerce("plan", whole.get("plan", False), Kind("bool"))
     problems += found
-    runs = _runs(whole.get("runs", "runs"), plan_only, problems)
+    runs = _runs(whole.get("runs", "runs"), plan_only or not anew, problems)
     for group, names in NAMED.items():
         problems += _named(group, whole.get(group, {"name": names[0]}), names)
     checked: Trainer | None = None
@@ -114,7 +143,7 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         params,
         sweep["zip"],
         sweep["limit"],
-        compose=composer(node),
+        compose=compose,
         options=group_options,
         read=read_sweep(group_options, sweep["limit"]),
         source=sources,
@@ -122,7 +151,6 @@ def read_order(config: DictConfig, node: HydraConf) -> Order:
         trainer=trainer,
         settings=settings,
     )
-    _warn_without_effect(given, keys)
     text = OmegaConf.to_yaml(OmegaConf.create(whole))
     return Order(sweep["name"], keys, search, trainer, runs, plan_only, text, sources)
 
@@ -153,7 +181,7 @@ def to_plain(node: Any, problems: list[Problem], key: str = "") -> Any:
     return {str(name): value for name, value in found.items()} if is_mapping else list(found.values())
 
 
-def composer(node: HydraConf) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+def composer(node: HydraConf) -> Compose:
     """Make the function that composes the running command's configuration with other options of groups."""
     given = [*_lines(node.overrides.hydra), *_lines(node.overrides.task)]
     parsed = OverridesParser.create().parse_overrides(given)

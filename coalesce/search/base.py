@@ -173,22 +173,25 @@ class Search:
 
 
 class Listed(Search):
-    """A list of experiments, each to its end: a grid, or random samples."""
+    """A list of experiments, each to its end: a grid, or random samples.
+
+    One that goes on from the state of a shorter list asks for what that one did not have.
+    """
 
     def __init__(self, experiments: Sequence[Experiment]):
         self.experiments = tuple(experiments)
-        self._asked = False
+        self._asked: dict[str, None] = {}
 
     def ask(self, width: int) -> Sequence[Trial]:
-        trials = [] if self._asked else [Trial(experiment) for experiment in self.experiments]
-        self._asked = True
+        trials = [Trial(experiment) for experiment in self.experiments if experiment.id not in self._asked]
+        self._asked |= dict.fromkeys(trial.experiment.id for trial in trials)
         return trials
 
     def state_dict(self) -> dict[str, Any]:
-        return {"asked": self._asked}
+        return {"asked": list(self._asked)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._asked = bool(state["asked"])
+        self._asked = dict.fromkeys(map(str, state["asked"]))
 
     def known(self) -> Sequence[Experiment]:
         return self.experiments

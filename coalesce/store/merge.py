@@ -81,7 +81,7 @@ def find_runs(folder: str | os.PathLike[str], every: bool = False) -> list[Path]
         below = runs_below(paths.folder)
         if below:
             return below if every else below[-1:]
-    open_run(folder)
+        open_run(folder)  # which says what is wrong with it
     return [paths.folder]
 
 
@@ -119,7 +119,8 @@ def merged(runs: Sequence[Run]) -> tuple[pd.DataFrame, tuple[str, ...]]:
         entries = {entry["id"]: entry for entry in run.plan["experiments"]}
         for name in raw["experiment"]:
             for key in keys:
-                swept[key].append(_value(entries[name], key))
+                values, config = entries[name]["values"], entries[name]["config"]
+                swept[key].append(values[key] if key in values else configured(config, key))
     # a run in which nothing has ended has no metrics, and must not change the types of the others
     whole = pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
     metrics = [name for name in metric_columns(whole) if name != "run"]
@@ -140,11 +141,9 @@ def merged(runs: Sequence[Run]) -> tuple[pd.DataFrame, tuple[str, ...]]:
     return frame, keys
 
 
-def _value(entry: Mapping[str, Any], key: str) -> Any:
-    """The value of a swept key in an experiment whose own run may not sweep it."""
-    if key in entry["values"]:
-        return entry["values"][key]
-    found: Any = entry["config"]
+def configured(config: Mapping[str, Any], key: str) -> Any:
+    """What an experiment's configuration has at a dotted key, as a sweep over the key would have it; None: nothing."""
+    found: Any = config
     for step in key.split("."):
         if isinstance(found, Mapping):
             found = found.get(step)

@@ -1,0 +1,187 @@
+"""What a run that goes on is to train: its own plan, and what overrides add to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.conf import HydraConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+
+from coalesce.configuration.command_line import NODES
+from coalesce.configuration.hydra import Order, read
+from coalesce.configuration.options import Compose, rule_defaults
+from coalesce.configuration.sources import File, Sources
+from coalesce.errors import ConfigError, Problem, RunFolderError
+from coalesce.experiment import KEYS, Experiment, leaves
+from coalesce.runner.plan import Plan, Trainer
+from coalesce.store.merge import configured
+from coalesce.store.resume import Reopened
+
+#: The trainer's settings that may change when a run goes on. What the others say shows in the numbers, or in which of
+#: them are there: then the run would not be the one that it would have been without the break.
+FREE = ("width", "check", "show", "weights", "on_error", "snapshot_minutes")
+
+#: Overrides that say what to do, and belong to no configuration that is kept.
+_COMMANDS = ("resume", "plan")
+
+
+def overrides_of(node: HydraConf) -> list[str]:
+    """What the command line gives beside ``resume`` and ``plan``."""
+    given: Any = OmegaConf.to_container(node.overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides([str(line) for line in given])
+    return [o.input_line or "" for o in parsed if o.key_or_group not in _COMMANDS]
+
+
+def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
+    """The configuration of a run with overrides in it. To be called while Hydra runs.
+
+    Args:
+        back: the run.
+        overrides: of the command line.
+
+    Raises:
+        ConfigError: with every problem found.
+        RunFolderError: the run was not made by the command line, and has no configuration that could be overridden.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    problems = list(_groups(parsed))
+    if problems:
+        raise ConfigError(problems)
+    config = OmegaConf.create(back.configuration)
+    if not isinstance(config, DictConfig) or "sweep" not in config:
+        raise RunFolderError(f"{str(back.paths.configuration)!r} holds no configuration of `python -m coalesce`")
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+    except HydraException as error:
+        raise ConfigError([Problem("resume", str(back.paths.folder), str(error).splitlines()[0])]) from None
+    sources = Sources(overrides, (), [File(back.paths.configuration.absolute(), "")])
+    base: Any = {key: config.get(key) for key in KEYS if key in config}
+    compose = _composed(back.plan, base, overrides)
+    order = read(config, overrides, sources, compose, back.plan.name, anew=False)
+    if overrides:
+        _check_search(order, overrides)
+    return order
+
+
+def settings(back: Reopened, order: Order | None, overrides: Sequence[str]) -> Trainer:
+    """How the run goes on: as it did, but for what the command line may change.
+
+    Raises:
+        ConfigError: it changes what must stay.
+    """
+    stored = back.plan.trainer
+    if order is None:
+        return stored
+    problems, changed = [], {}
+    for key in _given(overrides):
+        top, _, name = key.partition(".")
+        if top != "trainer" or not hasattr(stored, name):
+            continue
+        value, before = getattr(order.trainer, name), getattr(stored, name)
+        if name in FREE:
+            changed[name] = value
+        elif value != before:
+            rule = f"the run began with {before!r}, which shows in its numbers, and goes on with it"
+            problems.append(Problem(key, value, rule, "leave it out; or start a run of its own"))
+    if problems:
+        raise ConfigError(problems)
+    return dataclasses.replace(stored, **changed)
+
+
+def united(
+    plan: Plan, experiments: Iterable[Experiment], keys: Sequence[str]
+) -> tuple[list[Experiment], tuple[str, ...]]:
+    """The experiments of a plan and those that a sweep has now, each once.
+
+    Args:
+        plan: what the run has so far. Its experiments stay, though the sweep has them no more.
+        experiments: of the sweep.
+        keys: swept.
+
+    Returns:
+        Those that the sweep has no more, then the sweep's; each with a value for every key. And the keys: the sweep's,
+        the plan's, and those that tell apart what would else look alike (``steps``, where the run gets longer ones).
+    """
+    new = list(experiments)
+    ids = {experiment.id for experiment in new}
+    every = [*(e for e in plan.experiments if e.id not in ids), *new]
+    named = list(dict.fromkeys([*keys, *plan.keys]))
+    values = {e.id: {key: _value(e, key) for key in named} for e in every}
+    alike: dict[str, list[Experiment]] = {}
+    for experiment in every:
+        alike.setdefault(repr(values[experiment.id]), []).append(experiment)
+    for first, *others in alike.values():
+        for other in others:
+            differ = [k for k in _different(first.config, other.config) if k not in named]
+            named += differ
+            # once it is a key, it tells the rest apart
+    values = {e.id: {key: _value(e, key) for key in named} for e in every}
+    return [dataclasses.replace(e, values=values[e.id]) for e in every], tuple(named)
+
+
+def _value(experiment: Experiment, key: str) -> Any:
+    return experiment.values[key] if key in experiment.values else configured(experiment.config, key)
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted keys that differ; a list is one value."""
+
+    def flat(config: Mapping[str, Any]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for key, value in leaves(config):
+            name = ".".join(step for step in key.split(".") if not step.isdigit())
+            found[name] = found.get(name, "") + f"{value!r},"
+        return found
+
+    left, right = flat(one), flat(other)
+    return [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
+
+
+def _groups(parsed: Sequence[Override]) -> Iterable[Problem]:
+    for override in parsed:
+        key, value = override.key_or_group, override.value()
+        if key in NODES and not isinstance(value, dict):
+            rule = "a run that goes on keeps the options that it chose"
+            valid = f"overrides of keys, such as {key}.<key>=...; or a run of its own"
+            yield Problem(key, value, rule, valid, source="command line")
+
+
+def _given(overrides: Sequence[str]) -> list[str]:
+    """The dotted keys that overrides give."""
+    found: list[str] = []
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        value = override.value()
+        key = override.key_or_group
+        found += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+    return found
+
+
+def _composed(plan: Plan, base: Mapping[str, Any], overrides: Sequence[str]) -> Compose:
+    """Makes the base for an option of a swept group: what the run's own experiments of that option have. Everything in
+    it that is swept is replaced by the sweep's values."""
+    given = [key for key in _given(overrides) if key.split(".")[0] in KEYS]
+
+    def compose(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
+        for experiment in plan.experiments:
+            if all(experiment.values.get(group) == option for group, option in chosen.items()):
+                if given:
+                    rule = f"the run sweeps {', '.join(chosen)}, whose options have settings of their own"
+                    raise ConfigError([Problem(given[0], "overridden", rule, "sweep.params; or a run of its own")])
+                return experiment.config
+        return rule_defaults(base)(chosen)
+
+    return compose
+
+
+def _check_search(order: Order, overrides: Sequence[str]) -> None:
+    """Refuse more experiments where a search has decided about others by those that there were."""
+    changed = [key for key in _given(overrides) if key.split(".")[0] != "trainer"]
+    if changed and (order.search.replays or not order.search.lists):
+        rule = "the run's search decides by what it has seen, so that its experiments cannot be changed afterwards"
+        raise ConfigError([Problem(changed[0], "overridden", rule, "leave it out; or start a run of its own")])

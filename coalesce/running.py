@@ -1,0 +1,161 @@
+"""Runs of the command line: begun, and gone on with."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from coalesce.configuration import rides
+from coalesce.report import text
+from coalesce.report.plan import print_plan
+from coalesce.report.progress import ProgressView
+from coalesce.report.summary import print_summary
+from coalesce.runner.planning import make_plan, plan_search
+from coalesce.runner.run import Begun, run
+from coalesce.search.base import Listed, Search
+from coalesce.store.lock import RunLock
+from coalesce.store.merge import find_runs
+from coalesce.store.paths import RunPaths
+from coalesce.store.read import load
+from coalesce.store.resume import Reopened, reopen
+from coalesce.store.writer import RunWriter
+
+if TYPE_CHECKING:
+    from hydra.conf import HydraConf
+
+    from coalesce.configuration.hydra import Order
+    from coalesce.runner.plan import Plan, Trainer
+
+#: Exit codes.
+DONE, FAILED = 0, 1
+
+
+def begin(order: Order) -> int:
+    """Plan and run what was asked for, in a new folder.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: what can be known only from the data is wrong.
+    """
+    console = Console()
+    with _planning(order.trainer, console):
+        plan = plan_search(order.name, order.keys, order.search, rides, order.trainer)
+    if order.plan_only:
+        print_plan(plan, console)
+        return DONE
+    paths = RunPaths.create(order.runs, order.name)
+    return _train(plan, paths, order.search, RunWriter(paths, order.yaml), console, Begun())
+
+
+def resume(folder: str, node: HydraConf, plan_only: bool) -> int:
+    """Go on with a run, and add what overrides ask for.
+
+    Args:
+        folder: the run folder, or one that holds some.
+        node: Hydra's own, with the overrides.
+        plan_only: print the plan and stop.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ConfigError: the overrides are wrong, or what can be known only from the data is.
+        FileNotFoundError: it is no run folder.
+        RunFolderError: another process writes it, or it cannot be gone on from.
+    """
+    console = Console()
+    (found,) = find_runs(folder)
+    paths = RunPaths(found)
+    if found != Path(folder):
+        text.say(console, f"Resuming {found}", wrap=False)
+    if plan_only:
+        return _go_on(paths, node, True, None, console)
+    with RunLock(paths) as lock:
+        return _go_on(paths, node, False, lock, console)
+
+
+def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | None, console: Console) -> int:
+    from coalesce.configuration.resume import overrides_of, read_resumed, settings, united
+
+    back = reopen(paths)
+    overrides = overrides_of(node)
+    order = read_resumed(back, overrides) if overrides or _has_search(back) else None
+    trainer = settings(back, order, overrides)
+    search: Search = order.search if order else Listed(back.plan.experiments)
+    experiments, keys = list(back.plan.experiments), back.plan.keys
+    if order is not None and search.lists and overrides:
+        experiments, keys = united(back.plan, search.known(), order.keys)
+    known = {experiment.id for experiment in back.plan.experiments}
+    added = [experiment for experiment in experiments if experiment.id not in known]
+    ended = {result.experiment.id for result in back.results}
+    left = len(known - ended)
+    if not (added or left) and (search.lists or len(ended) >= search.count):
+        text.say(console, f"All {text.count(len(ended), 'experiment')} of {paths.folder} have ended: nothing to train.")
+        if lock is not None and not paths.results.exists():
+            # the process was ended between the last result and the tables
+            writer = RunWriter(paths, back.configuration, lock=lock)
+            writer.started(back.plan)
+            writer.closed(None)
+        return _sum_up(back.plan, paths, console)
+    # in the order in which they came, so that cohorts keep their numbers and the experiment that stands for them
+    ordered = [*(e for e in experiments if e.id in known), *added]
+    probes = () if search.lists else search.known()
+    count = None if search.lists else search.count
+    with _planning(trainer, console):
+        plan = make_plan(back.plan.name, keys, ordered, rides, trainer, probes, count, back.plan.cohorts)
+    plan = replace(plan, experiments=tuple(experiments))
+    if plan_only:
+        print_plan(plan, console)
+        text.say(console, f"{text.count(len(ended), 'experiment')} of these have ended.")
+        return DONE
+    text.say(
+        console,
+        f"{paths.folder}: {text.count(len(ended), 'experiment')} ended, {left} to go on with or to begin, "
+        f"{len(added)} more",
+        wrap=False,
+    )
+    configuration = order.yaml if order is not None and overrides else back.configuration
+    writer = RunWriter(paths, configuration, lock=lock, snapshots=back.snapshots)
+    return _train(plan, paths, search, writer, console, Begun(back.results, back.snapshot))
+
+
+def _has_search(back: Reopened) -> bool:
+    """Whether a search decides about the run's experiments, or about when they end."""
+    from omegaconf import DictConfig, OmegaConf
+
+    config = OmegaConf.create(back.configuration)
+    search = config.get("search") if isinstance(config, DictConfig) else None
+    return search is not None and dict(search) != {"name": "grid"}
+
+
+def _planning(trainer: Trainer, console: Console) -> AbstractContextManager[object]:
+    # unstacked, a breakpoint may stop in the middle of it, and needs the terminal for itself
+    return console.status("planning: data, one plain step and one trace") if trainer.stack else nullcontext()
+
+
+def _train(plan: Plan, paths: RunPaths, search: Search, writer: RunWriter, console: Console, begun: Begun) -> int:
+    try:
+        search.keep(paths.study, f"{plan.name}/{paths.folder.absolute().name}")
+        run(plan, [writer, ProgressView(console)], search=search, begun=begun, rides=rides)
+    except BaseException:
+        # an interrupt, or the task's own code
+        print(
+            f"What was recorded so far lies in {paths.folder}\nTo go on: python -m coalesce resume={paths.folder}",
+            file=sys.stderr,
+        )
+        raise
+    return _sum_up(plan, paths, console)
+
+
+def _sum_up(plan: Plan, paths: RunPaths, console: Console) -> int:
+    frame = load(paths.folder)
+    trainer = plan.trainer
+    print_summary(frame, plan.keys, trainer.monitor, trainer.mode, paths.folder, console, trainer.show)
+    return FAILED if (frame["status"] == "failed").any() else DONE
