@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from coalesce.report.fitting import header, print_fitting
 #: Rows of the table; of more groups only the best are shown.
 ROWS = 30
 
+#: What the table counts beside what was measured: divergence always, the others where there are any.
+ENDS = ("stopped", "diverged", "failed")
+
 
 @dataclass
 class Group:
@@ -29,14 +33,13 @@ class Group:
         values: of the swept keys other than the seed, None where missing.
         numbers: the monitored metric's last value of each experiment that ended well and whose value is finite.
         shown: the same of further metrics.
-        diverged, failed: how many did not end well.
+        ends: status → how many ended so.
     """
 
     values: tuple[Any, ...]
     numbers: list[float]
     shown: tuple[list[float], ...] = ()
-    diverged: int = 0
-    failed: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
 
     @property
     def mean(self) -> float:
@@ -62,11 +65,8 @@ def grouped(frame: pd.DataFrame, keys: Sequence[str], monitor: str, show: Sequen
     for row in frame.to_dict("records"):
         values = tuple(plain(row[key]) for key in keys if key != "seed")
         group = groups.setdefault(repr(values), Group(values, [], tuple([] for _ in show)))
-        if row["status"] == "diverged":
-            group.diverged += 1
-        elif row["status"] == "failed":
-            group.failed += 1
-        else:
+        group.ends[row["status"]] += 1
+        if row["status"] not in ("diverged", "failed"):
             for name, numbers in zip((monitor, *show), (group.numbers, *group.shown), strict=True):
                 if math.isfinite(row.get(name, math.nan)):
                     numbers.append(row[name])
@@ -104,24 +104,24 @@ def print_table(
     more = f" and {', '.join(metrics[1:])}" if metrics[1:] else ""
     text.say(console, f"\n{metrics[0]} ({better} is better){more}: {what}; {order}")
     best = best_group(groups, mode)
-    failed = any(group.failed for group in rows)
+    ends = [name for name in ENDS if name == "diverged" or any(group.ends[name] for group in rows)]
     values = [dict(zip(keys, group.values, strict=True)) for group in groups]
 
     def build(kept: Sequence[str], broken: bool) -> Table:
         table = Table(box=box.SIMPLE_HEAD)
         for key in kept:
             table.add_column(header(key, broken), justify="right", overflow="fold", vertical="bottom")
-        _add_columns(table, metrics, seeds, failed)
+        _add_columns(table, metrics, seeds, ends)
         columns = [text.distinct(group.values[keys.index(key)] for group in rows) for key in kept]
         for index, group in enumerate(rows):
             cells = (Text(column[index]) for column in columns)
-            table.add_row(*cells, *_cells(group, seeds, failed), style="bold green" if group is best else None)
+            table.add_row(*cells, *_cells(group, seeds, ends), style="bold green" if group is best else None)
         return table
 
     print_fitting(build, values, keys, console)
 
 
-def _add_columns(table: Table, metrics: Sequence[str], seeds: bool, failed: bool) -> None:
+def _add_columns(table: Table, metrics: Sequence[str], seeds: bool, ends: Sequence[str]) -> None:
     several = len(metrics) > 1
     names = []
     for metric in metrics:
@@ -129,11 +129,11 @@ def _add_columns(table: Table, metrics: Sequence[str], seeds: bool, failed: bool
         name = metric.replace("/", "/\n") if several else metric
         names += [f"{name}\nmean" if several else "mean", "std"] if seeds else [name]
     names += ["n"] if seeds else []
-    for name in (*names, "diverged", *(("failed",) if failed else ())):
+    for name in (*names, *ends):
         table.add_column(Text(name), justify="right", no_wrap=True, vertical="bottom")
 
 
-def _cells(group: Group, seeds: bool, failed: bool) -> Iterator[str]:
+def _cells(group: Group, seeds: bool, ends: Sequence[str]) -> Iterator[str]:
     for numbers in (group.numbers, *group.shown):
         middle = text.metric(mean(numbers)) if numbers else "-"
         # n is the number of the monitored metric's values; a metric that was not finite everywhere says so
@@ -142,9 +142,7 @@ def _cells(group: Group, seeds: bool, failed: bool) -> Iterator[str]:
             yield text.metric(std(numbers), 2) if len(numbers) > 1 else "-"
     if seeds:
         yield str(len(group.numbers))
-    yield str(group.diverged)
-    if failed:
-        yield str(group.failed)
+    yield from (str(group.ends[name]) for name in ends)
 
 
 def plain(value: Any) -> Any:

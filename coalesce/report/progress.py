@@ -57,9 +57,11 @@ class ProgressView(Listener):
         self._began = self.clock()
         self._printed = (self._began, 0.0)
         steps = sum(experiment.steps for experiment in plan.experiments)
+        # those that are not known yet have no number of steps
+        length = f", {text.count(steps, 'step')} in all" if plan.count == len(plan.experiments) else ""
         self._say(
-            f"{plan.name}: {text.count(len(plan.experiments), 'experiment')} in "
-            f"{text.count(len(plan.cohorts), 'cohort')}, {text.count(steps, 'step')} in all, on {plan.trainer.device}"
+            f"{plan.name}: {text.count(plan.count, 'experiment')} in "
+            f"{text.count(len(plan.cohorts), 'cohort')}{length}, on {plan.trainer.device}"
         )
         if self.console.is_terminal and not self.console.is_dumb_terminal and plan.trainer.stack:
             self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True)
@@ -83,6 +85,7 @@ class ProgressView(Listener):
 
     def planned(self, plan: Plan) -> None:
         self._plan = plan
+        self._keys = telling([experiment.values for experiment in plan.experiments], plan.keys)
 
     def ended(self, result: Result) -> None:
         self._statuses[result.status] += 1
@@ -117,9 +120,7 @@ class ProgressView(Listener):
             took += f" ({text.duration(compiling_s)} of it {self._verb})"
         head = "ended" if error is None else f"broke off ({type(error).__name__})"
         statuses = "".join(f", {number:,} {status}" for status, number in self._statuses.items())
-        self._say(
-            f"{head} after {took}: {ended:,} of {text.count(len(self._plan.experiments), 'experiment')}{statuses}"
-        )
+        self._say(f"{head} after {took}: {ended:,} of {text.count(self._plan.count, 'experiment')}{statuses}")
 
     def _say(self, line: str) -> None:
         text.say(self.console, line)

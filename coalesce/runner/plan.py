@@ -102,6 +102,7 @@ class Plan:
         experiments: in the sweep's order, each once.
         cohorts: in the order they run.
         trainer: with ``device`` and ``threads`` resolved.
+        expected: experiments that a search will have asked for at the end, which makes them as it goes.
         failed: id → what kept an experiment from being planned: its data, its model or its loss raise.
     """
 
@@ -111,3 +112,9 @@ class Plan:
     cohorts: tuple[PlannedCohort, ...]
     trainer: Trainer
     failed: Mapping[str, str] = field(default_factory=dict)
+    expected: int = 0
+
+    @property
+    def count(self) -> int:
+        """Experiments in all."""
+        return max(len(self.experiments), self.expected)

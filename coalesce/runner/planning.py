@@ -88,7 +88,7 @@ def make_plan(
     planned = [plan_cohort(t, trainer, count, before.get(t.cohort.shape)) for t in templates]
     planned += [PlannedCohort(cohort, 0, 0, 0, 0) for cohort in out]
     planned.sort(key=lambda c: c.cohort.index)
-    return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed)
+    return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed, count or 0)
 
 
 def plan_search(
