@@ -1,19 +1,28 @@
-"""The library surface: a sweep without files."""
+"""The library surface: a sweep from Python, without files or in a folder."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from coalesce.configuration import check_trainer, make_search, rides
 from coalesce.configuration.search import ANY, check_search
+from coalesce.configuration.union import united
 from coalesce.errors import ConfigError, Problem
+from coalesce.experiment import Experiment
 from coalesce.runner.listener import Latest
-from coalesce.runner.plan import Trainer
-from coalesce.runner.planning import plan_search
-from coalesce.runner.run import run
+from coalesce.runner.plan import PlannedCohort, Trainer
+from coalesce.runner.planning import make_plan, plan_search
+from coalesce.runner.run import Begun, run
+from coalesce.search.base import Search
 from coalesce.store.frames import results_frame
+from coalesce.store.lock import RunLock
+from coalesce.store.paths import RunPaths
+from coalesce.store.read import load
+from coalesce.store.resume import reopen
+from coalesce.store.writer import RunWriter
 from coalesce.task import Task
 
 if TYPE_CHECKING:
@@ -33,6 +42,7 @@ def sweep(
     precision: str = "float32",
     zip: Sequence[Sequence[str]] = (),
     search: str | Mapping[str, Any] = "grid",
+    folder: str | os.PathLike[str] | None = None,
     **trainer: Any,
 ) -> pd.DataFrame:
     """Train every experiment of a sweep and return one row for each.
@@ -53,6 +63,9 @@ def sweep(
             ``"asha"``, ``"pbt"`` or ``"optuna"``, or a mapping with ``name`` and its settings
             (``{"name": "asha", "min_steps": 50}``; ``conf/search/*.yaml`` has them all).
             Those that draw take `coalesce.Interval` as values.
+        folder: a run folder, which gets everything that `python -m coalesce` writes; made if it is missing. If it is
+            there, the run goes on: what has ended in it is read and not trained again, so that a notebook's cell may
+            be run twice, or be interrupted, or ask for more. None: nothing is written.
         **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
 
     Returns:
@@ -61,6 +74,7 @@ def sweep(
     Raises:
         ConfigError: with every problem found, before anything starts.
         TaskError: the task's own code fails.
+        RunFolderError: another process writes the folder, or it cannot be gone on from.
 
     >>> import coalesce
     >>> from coalesce.tasks import Digits
@@ -92,8 +106,36 @@ def sweep(
         problems += error.problems
     how = checked or Trainer()
     found, keys = make_search(base, params, zip, problems=problems, trainer=how, settings=settings)
+    if folder is not None:
+        return _sweep_in(RunPaths(folder), found, keys, how)
     # there is no folder that weights could be kept in
     plan = plan_search("sweep", keys, found, rides, replace(how, weights=False))
     latest = Latest(plan)
     results = run(plan, [latest], search=found, rides=rides)
     return results_frame(results, keys, [experiment.id for experiment in latest.plan.experiments])
+
+
+def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer) -> pd.DataFrame:
+    """Train what is missing in a run folder, and read what was asked for."""
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    with RunLock(paths) as lock:
+        back = reopen(paths) if paths.plan.is_file() else None
+        name, begun, snapshots = paths.folder.absolute().name, Begun(), None
+        asked = list(search.known()) if search.lists else []
+        experiments: Sequence[Experiment] = asked
+        decided: Sequence[PlannedCohort] = ()
+        if back is not None:
+            every, keys = united(back.plan, asked, keys)
+            known = {experiment.id for experiment in back.plan.experiments}
+            # in the order in which they came, so that cohorts keep their numbers
+            experiments = [*(e for e in every if e.id in known), *(e for e in every if e.id not in known)]
+            begun, snapshots, decided = Begun(back.results, back.snapshot), back.snapshots, back.plan.cohorts
+        probes, count = ((), None) if search.lists else (search.known(), search.count)
+        plan = make_plan(name, keys, experiments, rides, how, probes, count, decided)
+        search.keep(paths.study, name)
+        latest = Latest(plan)
+        run(plan, [RunWriter(paths, lock=lock, snapshots=snapshots), latest], search=search, begun=begun, rides=rides)
+        frame = load(paths.folder)
+    wanted = [experiment.id for experiment in (asked if search.lists else latest.plan.experiments)]
+    # in the order of what was asked for
+    return frame.set_index("experiment", drop=False).loc[wanted].reset_index(drop=True)

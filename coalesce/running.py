@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from coalesce.configuration import rides
+from coalesce.configuration.union import united
 from coalesce.report import text
 from coalesce.report.plan import print_plan
 from coalesce.report.progress import ProgressView
@@ -82,7 +83,7 @@ def resume(folder: str, node: HydraConf, plan_only: bool) -> int:
 
 
 def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | None, console: Console) -> int:
-    from coalesce.configuration.resume import overrides_of, read_resumed, settings, united
+    from coalesce.configuration.resume import overrides_of, read_resumed, settings
 
     back = reopen(paths)
     overrides = overrides_of(node)

@@ -18,9 +18,8 @@ from coalesce.configuration.hydra import Order, read
 from coalesce.configuration.options import Compose, rule_defaults
 from coalesce.configuration.sources import File, Sources
 from coalesce.errors import ConfigError, Problem, RunFolderError
-from coalesce.experiment import KEYS, Experiment, leaves
+from coalesce.experiment import KEYS
 from coalesce.runner.plan import Plan, Trainer
-from coalesce.store.merge import configured
 from coalesce.store.resume import Reopened
 
 #: The trainer's settings that may change when a run goes on. What the others say shows in the numbers, or in which of
@@ -92,55 +91,6 @@ def settings(back: Reopened, order: Order | None, overrides: Sequence[str]) -> T
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(stored, **changed)
-
-
-def united(
-    plan: Plan, experiments: Iterable[Experiment], keys: Sequence[str]
-) -> tuple[list[Experiment], tuple[str, ...]]:
-    """The experiments of a plan and those that a sweep has now, each once.
-
-    Args:
-        plan: what the run has so far. Its experiments stay, though the sweep has them no more.
-        experiments: of the sweep.
-        keys: swept.
-
-    Returns:
-        Those that the sweep has no more, then the sweep's; each with a value for every key. And the keys: the sweep's,
-        the plan's, and those that tell apart what would else look alike (``steps``, where the run gets longer ones).
-    """
-    new = list(experiments)
-    ids = {experiment.id for experiment in new}
-    every = [*(e for e in plan.experiments if e.id not in ids), *new]
-    named = list(dict.fromkeys([*keys, *plan.keys]))
-    values = {e.id: {key: _value(e, key) for key in named} for e in every}
-    alike: dict[str, list[Experiment]] = {}
-    for experiment in every:
-        alike.setdefault(repr(values[experiment.id]), []).append(experiment)
-    for first, *others in alike.values():
-        for other in others:
-            differ = [k for k in _different(first.config, other.config) if k not in named]
-            named += differ
-            # once it is a key, it tells the rest apart
-    values = {e.id: {key: _value(e, key) for key in named} for e in every}
-    return [dataclasses.replace(e, values=values[e.id]) for e in every], tuple(named)
-
-
-def _value(experiment: Experiment, key: str) -> Any:
-    return experiment.values[key] if key in experiment.values else configured(experiment.config, key)
-
-
-def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Dotted keys that differ; a list is one value."""
-
-    def flat(config: Mapping[str, Any]) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for key, value in leaves(config):
-            name = ".".join(step for step in key.split(".") if not step.isdigit())
-            found[name] = found.get(name, "") + f"{value!r},"
-        return found
-
-    left, right = flat(one), flat(other)
-    return [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
 
 
 def _groups(parsed: Sequence[Override]) -> Iterable[Problem]:

@@ -1,0 +1,60 @@
+"""What a run has and what a sweep adds to it, as one list of experiments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from coalesce.experiment import Experiment, leaves
+from coalesce.runner.plan import Plan
+from coalesce.store.merge import configured
+
+
+def united(
+    plan: Plan, experiments: Iterable[Experiment], keys: Sequence[str]
+) -> tuple[list[Experiment], tuple[str, ...]]:
+    """The experiments of a plan and those that a sweep has now, each once.
+
+    Args:
+        plan: what the run has so far. Its experiments stay, though the sweep has them no more.
+        experiments: of the sweep.
+        keys: swept.
+
+    Returns:
+        Those that the sweep has no more, then the sweep's; each with a value for every key. And the keys: the sweep's,
+        the plan's, and those that tell apart what would else look alike (``steps``, where the run gets longer ones).
+    """
+    new = list(experiments)
+    ids = {experiment.id for experiment in new}
+    every = [*(e for e in plan.experiments if e.id not in ids), *new]
+    named = list(dict.fromkeys([*keys, *plan.keys]))
+    values = {e.id: {key: _value(e, key) for key in named} for e in every}
+    alike: dict[str, list[Experiment]] = {}
+    for experiment in every:
+        alike.setdefault(repr(values[experiment.id]), []).append(experiment)
+    for first, *others in alike.values():
+        for other in others:
+            differ = [k for k in _different(first.config, other.config) if k not in named]
+            named += differ
+            # once it is a key, it tells the rest apart
+    values = {e.id: {key: _value(e, key) for key in named} for e in every}
+    return [dataclasses.replace(e, values=values[e.id]) for e in every], tuple(named)
+
+
+def _value(experiment: Experiment, key: str) -> Any:
+    return experiment.values[key] if key in experiment.values else configured(experiment.config, key)
+
+
+def _different(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Dotted keys that differ; a list is one value."""
+
+    def flat(config: Mapping[str, Any]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for key, value in leaves(config):
+            name = ".".join(step for step in key.split(".") if not step.isdigit())
+            found[name] = found.get(name, "") + f"{value!r},"
+        return found
+
+    left, right = flat(one), flat(other)
+    return [key for key in dict.fromkeys([*left, *right]) if left.get(key) != right.get(key)]
