@@ -98,11 +98,12 @@ def test_a_slow_start_is_told_every_ten_seconds() -> None:
     assert len(file.getvalue().splitlines()) == 1 + 3
 
 
-def test_the_first_failure_is_told_at_once_and_the_others_counted() -> None:
+def test_the_first_failures_are_told_at_once_and_the_others_counted() -> None:
     showing, file, _ = view(terminal=False)
     failed = [result(one, status="failed", message="RuntimeError: [0] is bad") for one in EXPERIMENTS]
     drive(showing, plan(EXPERIMENTS), failed)
-    (line,) = [line for line in file.getvalue().splitlines() if line.startswith("failed: ")]
+    line, *others = [line for line in file.getvalue().splitlines() if line.startswith("failed: ")]
+    assert len(others) == 4
     assert line.startswith(f"failed: {EXPERIMENTS[0].id} (optimizer.lr=0.1, seed=0)")
     assert line.endswith("RuntimeError: [0] is bad")
     assert file.getvalue().endswith("8 of 8 experiments, 8 failed\n")

@@ -22,6 +22,9 @@ from coalesce.runner.plan import Plan
 #: Seconds of training over which the speed is averaged.
 WINDOW_S = 20.0
 
+#: Failures that are told one by one when they happen.
+TOLD = 5
+
 
 class ProgressView(Listener):
     """Shows lanes, speed, experiments per hour, time left and the best experiment so far.
@@ -89,8 +92,8 @@ class ProgressView(Listener):
 
     def ended(self, result: Result) -> None:
         self._statuses[result.status] += 1
-        if result.status == "failed" and self._statuses["failed"] == 1:
-            # the first one is told at once, since the others mostly fail alike; the summary names them all
+        if result.status == "failed" and self._statuses["failed"] <= TOLD:
+            # the first ones are told at once; many mostly fail alike, and the summary counts them all
             self._say(f"failed: {_experiment(result.experiment)} after {result.steps:,} steps: {result.message}")
 
     def advanced(self, progress: Progress) -> None:
