@@ -137,8 +137,14 @@ def test_dtypes_and_values_are_stock(name: str) -> None:
             return CASES[name](x, x.bfloat16())
 
     found = vmap(lane)(KEYS, x)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        stock = [CASES[name](one, one.bfloat16()) for one in x]
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            stock = [CASES[name](one, one.bfloat16()) for one in x]
+    except RuntimeError as error:
+        # oneDNN, which torch takes for LSTMs alone, has none in bfloat16 for processors without AVX-512
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        pytest.skip("torch has no bfloat16 LSTM for this processor, so there is nothing to compare with")
     expected = torch.stack(stock)
     assert found.dtype == expected.dtype
     # sums of up to 24 terms, each rounded to 8 bits somewhere on the way
