@@ -111,8 +111,8 @@ def driver() -> Iterator[Driver]:
         yield started
     finally:
         assert started.process.stdin is not None
-        started.process.stdin.close()
-        started.process.wait(60)
+        # reads what is left, closes the pipes, and waits
+        started.process.communicate(timeout=60)
 
 
 def _serve() -> None:

@@ -210,6 +210,21 @@ def test_while_graphs_are_compiled_it_ends_at_once(name: str, phase: str, tmp_pa
     assert coalesce.load(tmp_path).empty
 
 
+@pytest.mark.parametrize("name", EXIT_CODES)
+def test_in_the_first_interval_it_waits(name: str, tmp_path: Path) -> None:
+    """Between the graphs and the first boundary the runner only asks whether one is wanted."""
+    take, writing = Take(), RunWriter(RunPaths(tmp_path))
+    writing.started(plan(EXPERIMENTS))
+    writing.compiling(0, "step")
+    assert not writing.wants_boundary()
+    send(name)
+    assert writing.wants_boundary()
+    with pytest.raises(Interrupted, match=name) as interrupted:
+        writing.snapshot(take)
+    writing.closed(interrupted.value)
+    assert take.count == 1
+
+
 def test_a_signal_that_waits_ends_before_more_is_compiled(tmp_path: Path) -> None:
     writing = started(tmp_path)
     writing.ended(result(EXPERIMENTS[0]))

@@ -175,6 +175,8 @@ class RunWriter(Listener):
 
     def wants_boundary(self) -> bool:
         """Whether the run should come to a host boundary soon, out of turn: a signal waits for being obeyed."""
+        # lanes have taken steps since the graphs were made: there is something to be saved
+        self._signals.at_once = False
         return self._signals.seen is not None
 
     def snapshot(self, take: Callable[[], Snapshot]) -> None:
