@@ -5,6 +5,7 @@ Oracle: what the fake run told it; on a terminal, the text that its last frame s
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 from typing import Any
@@ -96,6 +97,14 @@ def test_a_slow_start_is_told_every_ten_seconds() -> None:
     for clock.now in range(1, 31):
         showing.advanced(progress(steps=int(clock.now), total_steps=10**9))
     assert len(file.getvalue().splitlines()) == 1 + 3
+
+
+def test_what_an_earlier_process_did_is_no_speed() -> None:
+    showing, file, _ = view(terminal=False)
+    showing.started(plan(EXPERIMENTS))
+    first = progress(steps=5_000, total_steps=16_000)
+    showing.advanced(dataclasses.replace(first, training_s=2.0, before=4_000))
+    assert "500 steps/s" in file.getvalue()
 
 
 def test_the_first_failures_are_told_at_once_and_the_others_counted() -> None:

@@ -134,7 +134,8 @@ class ProgressView(Listener):
             return 0.0
         (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
         if len(self._speeds) == 1 or last_s <= first_s:
-            return last / last_s if last_s > 0 else 0.0
+            before = self._progress.before if self._progress is not None else 0
+            return (last - before) / last_s if last_s > 0 else 0.0
         return (last - first) / (last_s - first_s)
 
     def _render(self) -> RenderableType:

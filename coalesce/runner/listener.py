@@ -63,6 +63,7 @@ class Progress:
         best: its best value so far and whose it is, or None.
         elapsed_s: seconds since the run started, compiling included.
         training_s: seconds of these spent training and evaluating.
+        before: experiment-steps that an earlier process did.
     """
 
     cohort: int
@@ -77,6 +78,7 @@ class Progress:
     best: tuple[float, Experiment] | None
     elapsed_s: float
     training_s: float
+    before: int = 0
 
 
 class Listener:

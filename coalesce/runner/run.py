@@ -42,6 +42,7 @@ class Totals:
     started_s: float = field(default_factory=time.monotonic)
     training_s: float = 0.0
     steps: int = 0
+    before: int = 0
     undone: int = 0
     best: dict[str, tuple[float, Experiment]] = field(default_factory=dict)
 
@@ -159,6 +160,7 @@ class Run:
             if name not in known:
                 self.search.ended(Ending(result.experiment, result.status, result.steps, result.metrics, result.best))
         self.totals.steps += sum(int(saved.facts["steps"]) for saved in self.saved.values())
+        self.totals.before = self.totals.steps
         experiments = {e.id: e for e in self.plan.experiments}
         return [Trial(experiments[name], until) for name, until in facts["trials"] if name in experiments]
 
@@ -315,6 +317,7 @@ class Run:
                 best=pick(values, key=lambda entry: entry[0]) if values else None,
                 elapsed_s=time.monotonic() - totals.started_s,
                 training_s=totals.training_s,
+                before=totals.before,
             ),
         )
 
