@@ -108,8 +108,8 @@ def sweep(
     found, keys = make_search(base, params, zip, problems=problems, trainer=how, settings=settings)
     if folder is not None:
         return _sweep_in(RunPaths(folder), found, keys, how)
-    # there is no folder that weights could be kept in
-    plan = plan_search("sweep", keys, found, rides, replace(how, weights=False))
+    # there is no folder that weights and snapshots could be kept in
+    plan = plan_search("sweep", keys, found, rides, replace(how, weights=False, snapshot_minutes=None))
     latest = Latest(plan)
     results = run(plan, [latest], search=found, rides=rides)
     return results_frame(results, keys, [experiment.id for experiment in latest.plan.experiments])

@@ -324,7 +324,8 @@ def test_trainer_settings_arrive_in_their_type() -> None:
     assert trainer == Trainer(width=8, every=100, evaluate_every=300, compile=False, threads=None)
     assert {type(trainer.width), type(trainer.every)} == {int}
     assert check_trainer({"threads": 1, "width": "auto"}).threads == 1
-    assert check_trainer({"pieces": "auto"}) == Trainer()
+    assert check_trainer({"memory_gib": "1"}) == Trainer(memory_gib=1.0)
+    assert check_trainer({"memory_gib": None}) == check_trainer({"pieces": "auto"}) == Trainer()
     for minutes, kept in ((None, None), (0, 0.0), ("1e-1", 0.1), ("null", None)):
         assert check_trainer({"snapshot_minutes": minutes}).snapshot_minutes == kept
     assert check_trainer({"pieces": ["blocks.*"]}).pieces == ("blocks.*",)
@@ -367,6 +368,9 @@ def test_an_evaluation_has_a_boundary(given: int, every: int) -> None:
         ({"monitor": 3}, "trainer.monitor=3: must be text", ""),
         ({"show": 3}, "trainer.show=3: must be a list", ""),
         ({"show": ["a", 3]}, "trainer.show.1=3: must be text", ""),
+        ({"memory_gib": 0}, "trainer.memory_gib=0: must be finite and above 0", "or null for all that is free"),
+        ({"memory_gib": "inf"}, "trainer.memory_gib='inf'", "a number above 0"),
+        ({"memory_gib": "most"}, "trainer.memory_gib='most': must be a number", "or null for all that is free"),
         ({"snapshot_minutes": -1}, "trainer.snapshot_minutes=-1: must be finite and at least 0", "or null"),
         ({"snapshot_minutes": "1e999"}, "trainer.snapshot_minutes='1e999'", "a number, at least 0, or null"),
         ({"snapshot_minutes": "often"}, "trainer.snapshot_minutes='often': must be a number", "at least 0, or null"),

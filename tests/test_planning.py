@@ -17,7 +17,7 @@ import coalesce
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError
-from coalesce.runner.planning import AUTO_WIDTH
+from coalesce.runner.width import AUTO_WIDTH
 from runner_helpers import Net, Picky, ToyMlp, ToyW, planned
 
 TOY: dict[str, Any] = {"batch_size": 1, "monitor": "val/w"}
@@ -156,12 +156,15 @@ def test_the_plan_keeps_the_sweeps_order_and_resolves_the_trainer() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", {"name": "sgd", "momentum": 0.9}, "adamw"])
 @pytest.mark.parametrize("norm", [False, True])
 def test_memory_is_that_of_the_lanes(optimizer: Any, norm: bool) -> None:
-    """A lane's estimate is its tensors, one set of gradients, and what one step keeps for its backward pass."""
+    """A lane's estimate is its tensors, one set of gradients, and what one step keeps for its backward pass.
+
+    Without what is kept beside a lane, which test_width.py looks at.
+    """
     # a small batch, beside which the gradients weigh something
     hidden, batch = 256, 2
     plan = planned(
         Net, {"optimizer.lr": [0.1, 0.2, 0.3]}, arguments={"hidden": hidden, "norm": norm}, optimizer=optimizer,
-        batch_size=batch,
+        batch_size=batch, weights=False, snapshot_minutes=None,
     )  # fmt: skip
     (cohort,) = plan.cohorts
     template = Template(cohort.cohort)

@@ -6,6 +6,7 @@ Oracle: the plan's own numbers; no line wider than the console.
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -30,6 +31,9 @@ def test_counts_widths_memory_and_riding() -> None:
     assert row == ["0", "64", "64", "13,066", "175.8", "KiB", "12.1", "MiB"]
     assert "Riding, so that other values compile nothing: optimizer.lr, seed" in text
     assert "64 experiments in 1 cohort, 3,200 steps in all, on cpu (1 thread); about 12.1 MiB of memory at most" in text
+    cohorts = tuple(replace(cohort, bytes_free=3 * 2**30) for cohort in of.cohorts)
+    told = " ".join(printed(replace(of, cohorts=cohorts)).split())
+    assert "about 12.1 MiB of memory at most, of 3.0 GiB that may be taken" in told
 
 
 def test_short_batches_are_told() -> None:

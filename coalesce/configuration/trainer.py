@@ -68,6 +68,10 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
             valid = "a number, at least 0, or null"
             if not found and checked[name] is not None and not 0 <= checked[name] < math.inf:
                 found = [Problem(key, value, "must be finite and at least 0")]
+        if name == "memory_gib":
+            valid = "a number above 0, or null for all that is free"
+            if not found and checked[name] is not None and not 0 < checked[name] < math.inf:
+                found = [Problem(key, value, "must be finite and above 0")]
         if not found and name == "monitor" and not value.strip():
             found = [Problem(key, value, "must name a metric", "val/accuracy, or any other that the task returns")]
         problems += [dataclasses.replace(p, valid=p.valid if name == "monitor" else valid) for p in found]

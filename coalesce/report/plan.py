@@ -42,11 +42,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.keys:
         _print_experiments(plan, console)
     device = plan.trainer.device + (f" ({text.count(plan.trainer.threads, 'thread')})" if plan.trainer.threads else "")
+    largest = max(plan.cohorts, key=lambda c: c.bytes, default=None)
+    free = f", of {text.size(largest.bytes_free)} that may be taken" if largest and largest.bytes_free else ""
     text.say(
         console,
         f"{text.count(experiments, 'experiment')} in {text.count(len(plan.cohorts), 'cohort')}, "
         f"{text.count(steps, 'step')} in all, on {device}; "
-        f"about {text.size(max((c.bytes for c in plan.cohorts), default=0))} of memory at most",
+        f"about {text.size(largest.bytes if largest else 0)} of memory at most{free}",
     )
 
 

@@ -15,7 +15,10 @@ class Trainer:
     settings of the experiment's that were left open).
 
     Args:
-        width: lanes per graph, or "auto": as many as the cohort has experiments.
+        width: lanes per graph, or "auto": as many as the cohort has experiments, at most 128, and no more than there is
+            memory for.
+        memory_gib: the most that lanes and their data may take of the device's memory (GiB) where ``width`` is "auto";
+            None: all that is free.
         every: steps between two host boundaries, where metrics are recorded and lanes are read out and refilled. Left
             out beside a smaller ``evaluate_every``, it is that.
         evaluate_every: steps of an experiment between two evaluations; a multiple of ``every``.
@@ -41,6 +44,7 @@ class Trainer:
     """
 
     width: int | str = "auto"
+    memory_gib: float | None = None
     every: int = 100
     evaluate_every: int = 500
     evaluate_batch_size: int = 1024
@@ -71,8 +75,10 @@ class PlannedCohort:
         checkpoint: the modules that the backward pass computes again.
         lowerings: name of each convolution → how it is lowered, which shows in the last bits.
         parameters: parameters of one lane (elements).
-        bytes_per_lane: state of one lane (parameters, optimiser, buffers) and its activations of one step.
-        bytes_shared: the data that all lanes read.
+        bytes_per_lane: what one lane takes at the most: its state (parameters, optimiser, buffers), its best state and
+            snapshots as far as they are kept on the device, and its gradients and activations of one step.
+        bytes_shared: the data that all lanes read, and what a step takes whatever its width.
+        bytes_free: what the cohort could take when this was decided; None: not known.
         template: what the planner built of the cohort (a `coalesce.engine.template.Template`), for the run to use;
             without it the run builds its own.
     """
@@ -82,6 +88,7 @@ class PlannedCohort:
     parameters: int
     bytes_per_lane: int
     bytes_shared: int
+    bytes_free: int | None = None
     pieces: tuple[str, ...] = ()
     checkpoint: tuple[str, ...] = ()
     lowerings: Mapping[str, str] = field(default_factory=dict)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -16,14 +15,8 @@ from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError, nearest
 from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
+from coalesce.runner.width import LEAST_WIDTH, Room, estimate, fitting, is_near, measure, widest
 from coalesce.search.base import Search
-
-#: Most lanes that ``trainer.width=auto`` takes: a plain bound, as long as widths are not chosen by measuring.
-AUTO_WIDTH = 128
-
-#: Fewest lanes that it takes. The compiler's kernels for one lane differ from those for more in the last bit, so
-#: that an experiment alone would not repeat its numbers in a sweep (an idle lane costs a small model next to nothing).
-LEAST_WIDTH = 2
 
 
 def make_plan(
@@ -35,6 +28,7 @@ def make_plan(
     probes: Iterable[Experiment] = (),
     count: int | None = None,
     decided: Iterable[PlannedCohort] = (),
+    together: bool = False,
 ) -> Plan:
     """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step, and
     trace the step once for every kind of cohort, so that what cannot be traced is known before anything is written.
@@ -50,9 +44,10 @@ def make_plan(
         probes, count: of a search that makes its experiments as it goes, see `Search`: experiments that show what may
             differ, and how many it will ask for.
         decided: cohorts of an earlier plan of this run. What was decided for them (width, pieces, lowerings) is obeyed.
+        together: the lanes of all cohorts are there at once, and share the memory evenly.
 
     Raises:
-        ConfigError: problems of all cohorts together.
+        ConfigError: problems of all cohorts together; or there is not the memory for one lane.
         TaskError: the task's own code fails, in every experiment.
     """
     experiments = tuple(experiments)
@@ -85,8 +80,16 @@ def make_plan(
     if trainer.stack:
         _check_traces(templates)
     before = {c.cohort.shape: c for c in decided}
-    planned = [plan_cohort(t, trainer, count, before.get(t.cohort.shape)) for t in templates]
-    planned += [PlannedCohort(cohort, 0, 0, 0, 0) for cohort in out]
+    room = Room.of(trainer, len(templates) if together else 1)
+    planned = []
+    for template in templates:
+        try:
+            planned.append(plan_cohort(template, trainer, room, count, before.get(template.cohort.shape)))
+        except ConfigError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise ConfigError(problems)
+    planned += [PlannedCohort(cohort, 0, 0, 0, 0, 0) for cohort in out]
     planned.sort(key=lambda c: c.cohort.index)
     return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed, count or 0)
 
@@ -102,8 +105,9 @@ def plan_search(
     """`make_plan` of what a search will ask for."""
     known = search.known()
     if search.lists:
-        return make_plan(name, keys, known, rides, trainer, decided=decided)
-    return make_plan(name, keys, (), rides, trainer, probes=known, count=search.count, decided=decided)
+        return make_plan(name, keys, known, rides, trainer, decided=decided, together=search.asks_again)
+    some = known, search.count, decided, search.asks_again
+    return make_plan(name, keys, (), rides, trainer, *some)
 
 
 #: Experiments of a cohort that are tried before the cohort is given up.
@@ -160,36 +164,35 @@ def _check_traces(templates: Sequence[Template]) -> None:
 
 
 def plan_cohort(
-    template: Template, trainer: Trainer, count: int | None = None, decided: PlannedCohort | None = None
+    template: Template, trainer: Trainer, room: Room, count: int | None = None, decided: PlannedCohort | None = None
 ) -> PlannedCohort:
-    """A cohort's width, and the memory of a lane: parameters, optimiser state, buffers, one set of gradients, and what
-    autograd kept in a plain step of one experiment.
+    """A cohort's width, and what its lanes take.
 
     Args:
+        room: the device's memory.
         count: experiments that are to come, where they are not known yet.
         decided: the same cohort in an earlier plan.
+
+    Raises:
+        ConfigError: there is not the memory for one lane.
     """
-    named = dict(template.model.named_parameters())
-    trained = sum(named[n].nbytes for n in template.trained)
-    slots = sum(
-        slot.nbytes
-        for n in template.trained
-        for slot in template.slots(n, named[n].detach(), template.experiment).values()
-    )
-    rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
-    # accumulated gradients stand beside those of a micro-batch
-    gradients = trained * (2 if template.accumulate > 1 else 1)
-    per_lane = trained + gradients + slots + rest + template.rehearsal.saved_bytes
-    parameters = sum(p.numel() for p in named.values())
-    width = _width(count or len(template.cohort.experiments), trainer)
-    shared = template.data.bytes + (template.folds.bytes if template.folds else 0)
-    if decided is not None and trainer.stack:
-        chosen = decided.width, parameters, per_lane, shared, decided.pieces, decided.checkpoint, decided.lowerings
-        return PlannedCohort(template.cohort, *chosen, template)
-    pieces = _pieces(template, trainer, width)
+    parameters = sum(p.numel() for p in template.model.parameters())
+    footprint = estimate(template, trainer)
+    # it has no lanes where none of its experiments could be planned
+    if decided is not None and decided.width and trainer.stack:
+        return replace(decided, cohort=template.cohort, parameters=parameters, template=template)
+    free = room.bytes(trainer, footprint.shared)
+    count = count or len(template.cohort.experiments)
+    most = widest(count, trainer)
     again = recomputed(template.model, trainer.checkpoint) if trainer.stack else ()
-    lowerings = _lowerings(template, trainer, width)
-    return PlannedCohort(template.cohort, width, parameters, per_lane, shared, pieces, again, lowerings, template)
+    # chosen once: what is measured below is measured with it
+    lowerings = _lowerings(template, trainer, most)
+    if trainer.stack and trainer.width == "auto" and is_near(footprint, template, trainer, most, free):
+        footprint = measure(footprint, template, trainer, _pieces(template, trainer, most), lowerings, again)
+    width = fitting(footprint, count, trainer, free)
+    pieces = _pieces(template, trainer, width)
+    sizes = parameters, footprint.per_lane, footprint.shared, free
+    return PlannedCohort(template.cohort, width, *sizes, pieces, again, lowerings, template)
 
 
 def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
@@ -213,15 +216,6 @@ def metric_names(template: Template) -> list[str]:
     names = [f"train/{n}" for n in ("loss", *template.rehearsal.extras)]
     measured = (*template.rehearsal.metrics, *template.rehearsal.summaries)
     return names + [f"val/{n}" for n in measured if "val" in template.evaluated]
-
-
-def _width(count: int, trainer: Trainer) -> int:
-    if not trainer.stack:
-        return 1
-    if trainer.width != "auto":
-        return int(trainer.width)
-    # as even as possible: 130 experiments are twice 65 lanes, not 128 and 2
-    return max(LEAST_WIDTH, math.ceil(count / math.ceil(count / AUTO_WIDTH)))
 
 
 def _resolve(trainer: Trainer) -> tuple[Trainer, list[Problem]]:
