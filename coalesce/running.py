@@ -110,7 +110,8 @@ def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | No
     probes = () if search.lists else search.known()
     count = None if search.lists else search.count
     with _planning(trainer, console):
-        plan = make_plan(back.plan.name, keys, ordered, rides, trainer, probes, count, back.plan.cohorts)
+        earlier = back.plan.cohorts, search.asks_again
+        plan = make_plan(back.plan.name, keys, ordered, rides, trainer, probes, count, *earlier)
     plan = replace(plan, experiments=tuple(experiments))
     if plan_only:
         print_plan(plan, console)

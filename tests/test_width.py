@@ -1,7 +1,7 @@
-"""How many lanes there is memory for: what is free, what a lane takes, and runs that must make do with less.
+"""How many lanes there is memory for: what a lane takes, what is chosen, and runs that must make do with less.
 
-Oracle: files and limits made by hand; the memory that torch's newer profiler sees; the same experiments where memory
-does not matter. The toy network is the same bits at every width, operation by operation (law 1 promises that at equal
+Oracle: the memory that torch's newer profiler sees; the lanes' own tensors; the same experiments where memory does not
+matter. The toy network is the same bits at every width, operation by operation (law 1 promises that at equal
 widths alone).
 """
 
@@ -31,7 +31,6 @@ from coalesce.engine.template import Template
 from coalesce.errors import ConfigError
 from coalesce.runner import memory, planning
 from coalesce.runner.listener import Result
-from coalesce.runner.memory import free_bytes, group_room, limit_room
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
@@ -70,75 +69,6 @@ def outcome(results: Sequence[Result]) -> dict[str, str]:
         weights = {n: t.tolist() for w in (r.weights, r.best_weights) if w for n, t in w.items()}
         found[r.experiment.id] = str((r.status, r.steps, dict(r.metrics), dict(r.best), r.best_step, weights))
     return found
-
-
-# what is free
-
-
-def write(folder: Path, **values: int | str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in values.items():
-        (folder / name.replace("_dot_", ".")).write_text(f"{value}\n")
-
-
-def test_version_2_of_control_groups(tmp_path: Path) -> None:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text("0::/batch/job\n")
-    usual = "anon 5\ninactive_file "
-    write(mount / "batch" / "job", memory_dot_max=1000, memory_dot_current=700, memory_dot_stat=usual + "50")
-    write(mount / "batch", memory_dot_max="max", memory_dot_current=900, memory_dot_stat=usual + "0")
-    # the root has neither a limit nor a count
-    write(mount, memory_dot_stat=usual + "3")
-    assert list(group_room(groups, mount)) == [350]
-    write(mount / "batch", memory_dot_max=950)
-    assert list(group_room(groups, mount)) == [350, 50]
-
-
-def test_version_1_of_control_groups(tmp_path: Path) -> None:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text("9:name=systemd:/\n4:cpu,memory:/a:b\n0::/\n")
-    sizes = {"memory_dot_limit_in_bytes": 500, "memory_dot_usage_in_bytes": 400}
-    write(mount / "memory" / "a:b", **sizes, memory_dot_stat="inactive_file 1\ntotal_inactive_file 100")
-    assert list(group_room(groups, mount)) == [200]
-
-
-def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
-    groups, mount = tmp_path / "cgroup", tmp_path / "mount"
-    groups.write_text("0::/docker/0123\n")
-    write(mount, memory_dot_max=1000, memory_dot_current=10, memory_dot_stat="inactive_file 0")
-    assert list(group_room(groups, mount)) == [990]
-    assert list(group_room(tmp_path / "none", mount)) == []
-
-
-def test_the_least_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = free_bytes("cpu")
-    assert everything > 0
-    monkeypatch.setattr(memory, "group_room", lambda: iter([12345, 2**70]))
-    assert free_bytes("cpu") == 12345
-    # more is used than the limit, which was lowered meanwhile
-    monkeypatch.setattr(memory, "limit_room", lambda: iter([-5]))
-    assert free_bytes("cpu") == 0
-
-
-def test_the_process_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    resource = pytest.importorskip("resource")
-    limits = {resource.RLIMIT_AS: 2**60, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], resource.RLIM_INFINITY))
-    (room,) = limit_room()
-    held = torch.ones(2**25)
-    (less,) = limit_room()
-    assert 0 < room < 2**60
-    assert room - less >= 0.9 * held.nbytes
-
-
-@pytest.mark.gpu
-def test_what_torch_holds_and_does_not_use_is_free() -> None:
-    before = free_bytes("cuda")
-    held = torch.ones(2**28, device="cuda")
-    assert free_bytes("cuda") <= before - held.nbytes
-    del held
-    assert free_bytes("cuda") >= before - 2**25
-    assert peak(lambda: torch.ones(2**20, device="cuda").add(1), "cuda") == 2 * 2**22
 
 
 # what a lane takes

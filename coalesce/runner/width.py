@@ -24,7 +24,8 @@ logger = logging.getLogger("coalesce")
 
 #: Most lanes that ``trainer.width=auto`` takes. A bound, not a measurement: to find where the speed stops gaining,
 #: steps of several widths would have to be compiled, each of which takes as long as the sweep's own. What a wider graph
-#: gains is the cost of a call, spread over more lanes; among so many little of it is left.
+#: gains is the cost of a call, spread over more lanes; among so many little of it is left. Where lanes outgrow a CPU's
+#: caches, fewer may be faster: that is for whoever runs the sweep to try (``trainer.width=n``).
 AUTO_WIDTH = 128
 
 #: Fewest lanes that it takes. The compiler's kernels for one lane differ from those for more in the last bit, so
