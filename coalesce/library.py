@@ -131,7 +131,7 @@ def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer
             experiments = [*(e for e in every if e.id in known), *(e for e in every if e.id not in known)]
             begun, snapshots, decided = Begun(back.results, back.snapshot), back.snapshots, back.plan.cohorts
         probes, count = ((), None) if search.lists else (search.known(), search.count)
-        plan = make_plan(name, keys, experiments, rides, how, probes, count, decided)
+        plan = make_plan(name, keys, experiments, rides, how, probes, count, decided, search.asks_again)
         search.keep(paths.study, name)
         latest = Latest(plan)
         run(plan, [RunWriter(paths, lock=lock, snapshots=snapshots), latest], search=search, begun=begun, rides=rides)
