@@ -104,7 +104,7 @@ def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | No
             writer = RunWriter(paths, back.configuration, lock=lock)
             writer.started(back.plan)
             writer.closed(None)
-        return _sum_up(back.plan, paths, console)
+        return _sum_up(replace(back.plan, trainer=trainer), paths, console)
     # in the order in which they came, so that cohorts keep their numbers and the experiment that stands for them
     ordered = [*(e for e in experiments if e.id in known), *added]
     probes = () if search.lists else search.known()

@@ -175,6 +175,26 @@ def test_the_speed_is_that_of_the_last_while() -> None:
     assert showing._speed() == pytest.approx(10.0)
 
 
+def test_a_run_that_goes_on_counts_what_had_ended_and_only_its_own_speed() -> None:
+    showing, file, clock = view(terminal=False)
+    showing.started(plan(EXPERIMENTS))
+    showing.resumed([result(EXPERIMENTS[0]), result(EXPERIMENTS[1], status="diverged")])
+    clock.now = 10.0
+    showing.advanced(progress(steps=3100, total_steps=4000, experiments=2, training_s=10.0, before=3000))
+    assert " 10 steps/s, 72 experiments/h, 2/8 ended, 1 diverged, 90 s left" in file.getvalue()
+    showing.ended(result(EXPERIMENTS[2]))
+    showing.closed(None)
+    assert file.getvalue().endswith(": 3 of 8 experiments, 2 finished, 1 diverged\n")
+
+
+def test_a_key_that_only_others_have_is_not_told_of_the_best() -> None:
+    showing, file, clock = view(terminal=False)
+    showing.started(plan([*EXPERIMENTS, *grid(optimizer__lr=[0.1], seed=[0], steps=[80])]))
+    clock.now = 10.0
+    showing.advanced(progress(steps=1000, total_steps=4000, best=BEST))
+    assert file.getvalue().endswith("best val/accuracy 0.9712 (optimizer.lr=0.01, seed=1)\n")
+
+
 @pytest.mark.parametrize("reason", ["unstacked", "dumb"])
 def test_no_redrawing_under_a_debugger_or_on_a_dumb_terminal(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {"TERM": "dumb" if reason == "dumb" else "xterm"}

@@ -335,7 +335,7 @@ def test_a_search_goes_on_where_it_was(search: str, command: Command) -> None:
     broken = command.interrupted("SIGTERM", 9, *options)
     code, out = command(f"resume={broken}", "sweep.params.seed=[9]")
     assert code == 2
-    assert "decides by what it has seen" in out
+    assert "sweep.params.seed=[9]: the run's search decides by what it has seen" in out
     code, out = command(f"resume={broken}")
     assert code == 0, out
     same(whole, broken)

@@ -21,7 +21,7 @@ from coalesce.engine.lanes import Lanes
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.runner import planning
-from coalesce.runner.listener import Result
+from coalesce.runner.listener import Progress, Result
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import grown, make_plan
 from coalesce.runner.run import Begun, run
@@ -103,6 +103,34 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole: dict[st
     assert [r.experiment.id for r in results[: len(first.results)]] == [r.experiment.id for r in first.results]
     assert outcome(first.results) | outcome(second.results) == whole
     assert len(first.results) + len(second.results) == 9, "one was trained twice"
+
+
+class Watcher(Keeper):
+    """Writes down where the run stood at each boundary, and what it was told of the process before."""
+
+    def __init__(self, at: int = -1):
+        super().__init__(at)
+        self.seen: list[tuple[int, int, float | None]] = []
+        self.before: list[str] = []
+
+    def resumed(self, results: Sequence[Result]) -> None:
+        self.before = [result.experiment.id for result in results]
+
+    def advanced(self, progress: Progress) -> None:
+        # its value: two may be equally good
+        self.seen.append((progress.steps, progress.experiments, progress.best and progress.best[0]))
+
+
+def test_the_display_goes_on_where_it_was() -> None:
+    once, first, second = Watcher(), Watcher(6), Watcher()
+    run(plan_of(), [once])
+    with pytest.raises(KeyboardInterrupt):
+        run(plan_of(), [first])
+    run(plan_of(), [second], begun=Begun(first.results, first.snapshots[-1]))
+    assert first.results
+    assert first.seen + second.seen == once.seen
+    assert second.before == [r.experiment.id for r in first.results]
+    assert once.before == []
 
 
 def test_what_was_told_after_the_last_snapshot_is_told_again_and_equal() -> None:

@@ -102,27 +102,27 @@ def _groups(parsed: Sequence[Override]) -> Iterable[Problem]:
             yield Problem(key, value, rule, valid, source="command line")
 
 
-def _given(overrides: Sequence[str]) -> list[str]:
-    """The dotted keys that overrides give."""
-    found: list[str] = []
+def _given(overrides: Sequence[str]) -> dict[str, Any]:
+    """The dotted keys that overrides give, and their values."""
+    found: dict[str, Any] = {}
     for override in OverridesParser.create().parse_overrides(list(overrides)):
         value = override.value()
         key = override.key_or_group
-        found += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
+        found |= {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, dict) else {key: value}
     return found
 
 
 def _composed(plan: Plan, base: Mapping[str, Any], overrides: Sequence[str]) -> Compose:
     """Makes the base for an option of a swept group: what the run's own experiments of that option have. Everything in
     it that is swept is replaced by the sweep's values."""
-    given = [key for key in _given(overrides) if key.split(".")[0] in KEYS]
+    given = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] in KEYS]
 
     def compose(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
         for experiment in plan.experiments:
             if all(experiment.values.get(group) == option for group, option in chosen.items()):
                 if given:
                     rule = f"the run sweeps {', '.join(chosen)}, whose options have settings of their own"
-                    raise ConfigError([Problem(given[0], "overridden", rule, "sweep.params; or a run of its own")])
+                    raise ConfigError([Problem(*given[0], rule, "sweep.params; or a run of its own")])
                 return experiment.config
         return rule_defaults(base)(chosen)
 
@@ -131,7 +131,7 @@ def _composed(plan: Plan, base: Mapping[str, Any], overrides: Sequence[str]) -> 
 
 def _check_search(order: Order, overrides: Sequence[str]) -> None:
     """Refuse more experiments where a search has decided about others by those that there were."""
-    changed = [key for key in _given(overrides) if key.split(".")[0] != "trainer"]
+    changed = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] != "trainer"]
     if changed and (order.search.replays or not order.search.lists):
         rule = "the run's search decides by what it has seen, so that its experiments cannot be changed afterwards"
-        raise ConfigError([Problem(changed[0], "overridden", rule, "leave it out; or start a run of its own")])
+        raise ConfigError([Problem(*changed[0], rule, "leave it out; or start a run of its own")])

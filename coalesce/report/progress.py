@@ -49,6 +49,7 @@ class ProgressView(Listener):
         self._verb = "compiling"
         self._began = 0.0
         self._statuses: Counter[str] = Counter()
+        self._failed_before = 0
         self._speeds: deque[tuple[float, int]] = deque()
         self._printed = (0.0, 0.0)
         self._spinner = Spinner("dots")
@@ -69,6 +70,10 @@ class ProgressView(Listener):
         if self.console.is_terminal and not self.console.is_dumb_terminal and plan.trainer.stack:
             self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
+
+    def resumed(self, results: Sequence[Result]) -> None:
+        self._statuses.update(result.status for result in results)
+        self._failed_before = self._statuses["failed"]
 
     def compiling(self, cohort: int, what: str) -> None:
         of = f" of {len(self._plan.cohorts)}" if self._plan is not None else ""
@@ -92,7 +97,7 @@ class ProgressView(Listener):
 
     def ended(self, result: Result) -> None:
         self._statuses[result.status] += 1
-        if result.status == "failed" and self._statuses["failed"] <= TOLD:
+        if result.status == "failed" and self._statuses["failed"] - self._failed_before <= TOLD:
             # the first ones are told at once; many mostly fail alike, and the summary counts them all
             self._say(f"failed: {_experiment(result.experiment)} after {result.steps:,} steps: {result.message}")
 
@@ -181,7 +186,7 @@ def _best(progress: Progress, keys: Sequence[str]) -> str:
         return f"best {progress.monitor}: none yet"
     value, experiment = progress.best
     # what the task decides, such as its number of steps, would only make the line longer
-    swept = text.values({key: experiment.values.get(key) for key in keys})
+    swept = text.values({key: experiment.values[key] for key in keys if key in experiment.values})
     return f"best {progress.monitor} {text.metric(value)}" + (f" ({swept})" if swept else "")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,9 @@ class Listener:
 
     def started(self, plan: Plan) -> None:
         """The run begins."""
+
+    def resumed(self, results: Sequence[Result]) -> None:
+        """The run goes on, and these experiments had ended before. Told behind ``started``."""
 
     def compiling(self, cohort: int, what: str) -> None:
         """A graph of a cohort is about to be traced and compiled; ``what`` says which: "step", "evaluation on val"."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,6 +119,8 @@ class Run:
     def go(self, begun: Begun) -> None:
         """Ask and train until nothing is asked for any more."""
         trials = self._go_on(begun)
+        if self.ended:
+            self.tell("resumed", list(self.ended.values()))
         for name, message in self.plan.failed.items():
             if name not in self.ended:
                 experiment = next(e for e in self.plan.experiments if e.id == name)
@@ -155,14 +158,23 @@ class Run:
                 continue
             self.ended[name] = result
             self.saved.pop(name, None)
+            if result.status in ("finished", "stopped"):
+                self._note_best(result.experiment, result.best.get(self.trainer.monitor, math.nan))
             self.totals.steps += result.steps
             self.totals.undone += result.experiment.steps - result.steps
             if name not in known:
                 self.search.ended(Ending(result.experiment, result.status, result.steps, result.metrics, result.best))
-        self.totals.steps += sum(int(saved.facts["steps"]) for saved in self.saved.values())
-        self.totals.before = self.totals.steps
         experiments = {e.id: e for e in self.plan.experiments}
+        for name, saved in self.saved.items():
+            self.totals.steps += int(saved.facts["steps"])
+            if name in experiments:
+                self._note_best(experiments[name], float(saved.facts["best_value"]))
+        self.totals.before = self.totals.steps
         return [Trial(experiments[name], until) for name, until in facts["trials"] if name in experiments]
+
+    def _note_best(self, experiment: Experiment, value: float) -> None:
+        if math.isfinite(value):
+            self.totals.best[experiment.id] = value, experiment
 
     def _take_over(self, snapshot: Snapshot) -> None:
         tensors: dict[str, dict[str, Tensor]] = {name: {} for name in snapshot.facts["slots"]}
