@@ -287,6 +287,7 @@ def test_what_would_be_trained(command: Command) -> None:
         ("sweep=lr_grid", "sweep='lr_grid': a run that goes on keeps"),
         ("trainer.every=10", "trainer.every=10: the run began with 5"),
         ("trainer.monitor=val/error", "trainer.monitor='val/error': the run began with 'val/loss'"),
+        ("search.patience=1", "search.patience=1: the run began with None"),
         ("trainer.evry=10", "did you mean 'every'?"),
         ("steps=abc", "steps='abc': must be an integer"),
         ("sweep.params.sede=[1]", "did you mean 'seed'?"),

@@ -26,6 +26,12 @@ from coalesce.store.resume import Reopened
 #: them are there: then the run would not be the one that it would have been without the break.
 FREE = ("width", "check", "show", "weights", "on_error", "snapshot_minutes")
 
+#: A search's settings that end an experiment by its own curve. Were they to change, experiments of one run would have
+#: ended by different rules.
+STOPS = ("patience", "min_delta", "target")
+
+_OWN = "leave it out; or start a run of its own"
+
 #: Overrides that say what to do, and belong to no configuration that is kept.
 _COMMANDS = ("resume", "plan")
 
@@ -55,10 +61,17 @@ def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
     config = OmegaConf.create(back.configuration)
     if not isinstance(config, DictConfig) or "sweep" not in config:
         raise RunFolderError(f"{str(back.paths.configuration)!r} holds no configuration of `python -m coalesce`")
+    stops = {f"search.{name}": OmegaConf.select(config, f"search.{name}") for name in STOPS}
     try:
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
     except HydraException as error:
         raise ConfigError([Problem("resume", str(back.paths.folder), str(error).splitlines()[0])]) from None
+    for key, before in stops.items():
+        if (value := OmegaConf.select(config, key)) != before:
+            rule = f"the run began with {before!r}, which decides when its experiments end, and goes on with it"
+            problems.append(Problem(key, value, rule, _OWN))
+    if problems:
+        raise ConfigError(problems)
     sources = Sources(overrides, (), [File(back.paths.configuration.absolute(), "")])
     base: Any = {key: config.get(key) for key in KEYS if key in config}
     compose = _composed(back.plan, base, overrides)
@@ -87,7 +100,7 @@ def settings(back: Reopened, order: Order | None, overrides: Sequence[str]) -> T
             changed[name] = value
         elif value != before:
             rule = f"the run began with {before!r}, which shows in its numbers, and goes on with it"
-            problems.append(Problem(key, value, rule, "leave it out; or start a run of its own"))
+            problems.append(Problem(key, value, rule, _OWN))
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(stored, **changed)
@@ -134,4 +147,4 @@ def _check_search(order: Order, overrides: Sequence[str]) -> None:
     changed = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] != "trainer"]
     if changed and (order.search.replays or not order.search.lists):
         rule = "the run's search decides by what it has seen, so that its experiments cannot be changed afterwards"
-        raise ConfigError([Problem(*changed[0], rule, "leave it out; or start a run of its own")])
+        raise ConfigError([Problem(*changed[0], rule, _OWN)])
