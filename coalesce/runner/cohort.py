@@ -75,7 +75,7 @@ class CohortRun:
         Args:
             trials: with their places among all that were asked for together.
         """
-        # who has begun goes on first: what is kept of him on the host can be let go
+        # those that have begun go on first: what is kept of them on the host can be let go
         self.queue = deque(sorted(trials, key=lambda entry: (entry[1].experiment.id not in self.run.saved, entry[0])))
         self._refill()
         while self.busy:
@@ -167,9 +167,8 @@ class CohortRun:
         every = self.trainer.every
         due = min(min(every - slot.steps % every for _, slot in self.busy), self._longest())
         while due > 0:
-            # by time, which decides nothing but when one is asked
-            some = due if math.isnan(self.step_s) else max(1, min(due, int(POLL_S / max(self.step_s, 1e-9))))
-            some = min(some, 1) if math.isnan(self.step_s) else some
+            # by time, which decides nothing but when one is asked; the first step tells how long one takes
+            some = 1 if math.isnan(self.step_s) else max(1, min(due, int(POLL_S / max(self.step_s, 1e-9))))
             started_s = time.monotonic()
             self.lanes.advance(some)
             if self.lanes.device.type == "cuda":

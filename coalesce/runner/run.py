@@ -290,6 +290,7 @@ class Run:
             weights=weights,
             best_weights=best_weights,
         )
+        self.saved.pop(slot.experiment.id, None)
         # the weights are the listeners' to keep
         self.ended[slot.experiment.id] = replace(result, weights=None, best_weights=None)
         self.tell("ended", result)
