@@ -107,8 +107,13 @@ class CohortRun:
             # what had to begin again could not be built
             return
         started_s = time.monotonic()
-        self._advance()
-        self._boundary(self.lanes.read())
+        early = self._advance()
+        reading = self.lanes.read()
+        for lane, slot in self.busy:
+            self.run.totals.steps += reading.steps[lane] - slot.steps
+            slot.moved, slot.steps = slot.moved + reading.steps[lane] - slot.steps, reading.steps[lane]
+        if not early:
+            self._boundary(reading)
         self.run.totals.training_s += time.monotonic() - started_s
 
     def _build(self) -> Lanes | Plain:
@@ -162,8 +167,13 @@ class CohortRun:
             self.lanes = self._guarded(self._build)
             self._refill()
 
-    def _advance(self) -> None:
-        """Step to the next place at which some lane is due; stop before it if a listener asks for it."""
+    def _advance(self) -> bool:
+        """Step to the next place at which some lane is due.
+
+        Returns:
+            Whether a listener asked for stopping before it. Then nobody is due, not even a lane at its end: it would be
+            filled earlier than without, and the search told of other experiments beside it.
+        """
         every = self.trainer.every
         due = min(min(every - slot.steps % every for _, slot in self.busy), self._longest())
         while due > 0:
@@ -176,7 +186,8 @@ class CohortRun:
             self.step_s = (time.monotonic() - started_s) / some
             due -= some
             if any(listener.wants_boundary() for listener in self.run.listeners):
-                return
+                return due > 0
+        return False
 
     def _longest(self) -> int:
         return max(slot.end - slot.steps for _, slot in self.busy)
@@ -196,9 +207,10 @@ class CohortRun:
                 self.lanes.fill(lane, experiment)
             else:
                 slot = replace(Slot.of(experiment, saved.facts), order=order, until=trial.until)
-                if slot.steps >= slot.end:
+                if slot.aside and slot.steps >= slot.end:
                     # it was put aside where it is to be put aside
                     return None
+                slot.aside = False
                 try:
                     self.lanes.put(lane, experiment.varied(slot.floats), saved.tensors)
                 except ValueError as error:
@@ -217,10 +229,7 @@ class CohortRun:
         every = self.trainer.every
         due: dict[int, Slot] = {}
         for lane, slot in self.busy:
-            slot.fresh = {}
-            done = reading.steps[lane] - slot.steps
-            self.run.totals.steps += done
-            slot.steps += done
+            slot.fresh, done, slot.moved = {}, slot.moved, 0
             if not reading.alive[lane] or slot.steps >= slot.end or (done and slot.steps % every == 0):
                 due[lane] = slot
                 # a lane that broke at the first step since has nothing new to tell
@@ -351,6 +360,7 @@ class CohortRun:
         self._empty(lane)
 
     def _put_aside(self, lane: int, slot: Slot) -> None:
+        slot.aside = True
         (state,) = self.lanes.save([lane])
         self.run.saved[slot.experiment.id] = Saved(slot.facts(), state)
         self._empty(lane)

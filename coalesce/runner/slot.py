@@ -21,7 +21,8 @@ class Slot:
         experiment: which.
         order: its place among those that were asked for together.
         until: the step at which it is put aside; None: it trains to its end.
-        steps: updates done.
+        steps: updates done; ``moved``: those since it was last due.
+        aside: whether it was put aside.
         metrics: the last value of each; ``fresh``: those of the boundary that it stands at.
         best: the values of the validation metrics when the monitored one was best, at ``best_step``; and those of the
             test split in that state, when it has ended.
@@ -33,6 +34,8 @@ class Slot:
     order: int = 0
     until: int | None = None
     steps: int = 0
+    moved: int = 0
+    aside: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
     best_value: float = math.nan
