@@ -231,7 +231,9 @@ def ran(task: type[coalesce.Task], params: Mapping[str, Any] | None = None, **op
     with patch.object(planning, "_check_traces"):
         plan = planned(task, params, **options)
     recorder = Recorder()
-    return Ran(plan, run(plan, [recorder]), recorder)
+    run(plan, [recorder])
+    # as they were told, with the weights
+    return Ran(plan, recorder.results, recorder)
 
 
 @dataclass(frozen=True)

@@ -125,12 +125,23 @@ def _template(cohort: Cohort, trainer: Trainer) -> tuple[Template | None, dict[s
         try:
             template = Template(replace(cohort, experiments=members[place:], probes=()), audit=trainer.stack)
         except TaskError as error:
+            if not _fails_alone(members[place], cohort, trainer):
+                # it is not the experiment, but what it shares with others
+                raise
             failed[members[place].id] = str(error)
             continue
         template.cohort = cohort
         return template, failed
     last = list(failed.values())[-1]
     return None, {e.id: failed.get(e.id, last) for e in cohort.experiments}
+
+
+def _fails_alone(experiment: Experiment, cohort: Cohort, trainer: Trainer) -> bool:
+    try:
+        Template(replace(cohort, experiments=(experiment,), probes=(), riding=()), audit=trainer.stack)
+    except TaskError:
+        return True
+    return False
 
 
 def grown(plan: Plan, experiments: Sequence[Experiment], rides: Rides) -> Plan:
