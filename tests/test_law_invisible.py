@@ -24,6 +24,7 @@ from coalesce.runner.plan import Trainer
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
 from engine_helpers import experiment, template_of
+from runner_helpers import Recorder
 
 STEPS = 25
 
@@ -184,8 +185,9 @@ def test_in_five_orders_of_the_queue(monkeypatch: pytest.MonkeyPatch, width: int
         trainer = Trainer(
             width=width, every=5, evaluate_every=10, monitor="val/loss", mode="min", weights=True, check=False
         )
-        results = run(make_plan("orders", [], order, rides, trainer))
-        rows.append({result.experiment.id: result for result in results})
+        told = Recorder()
+        run(make_plan("orders", [], order, rides, trainer), [told])
+        rows.append({result.experiment.id: result for result in told.results})
     assert [len(row) for row in rows] == [len(several)] * 5
     assert [result.status for result in rows[0].values()].count("diverged") == 1
     for row in rows[1:]:

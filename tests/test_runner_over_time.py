@@ -189,6 +189,18 @@ def test_a_state_of_another_graph_starts_again(caplog: pytest.LogCaptureFixture)
     assert outcome(second.results) == outcome(once.results)
 
 
+def test_what_cannot_be_taken_over_is_found_before_anything_is_told() -> None:
+    class Refuses(Listed):
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            raise KeyError("inner")
+
+    plan, recorder = plan_of({"seed": [0, 1]}), Recorder()
+    begun = Begun((), Snapshot({"search": {}, "ended": [], "slots": {}, "trials": []}, {}))
+    with pytest.raises(KeyError):
+        run(plan, [recorder], search=Refuses(plan.experiments), begun=begun)
+    assert recorder.calls == ["closed"]
+
+
 # a search that stops, puts aside and copies
 
 

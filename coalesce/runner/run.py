@@ -77,7 +77,6 @@ def run(
     whole = Run(plan, listeners, job, search or Listed(plan.experiments), rides)
     with kernels.threads(plan.trainer.threads):
         try:
-            whole.tell("started", plan)
             whole.go(begun or Begun())
         except BaseException as caught:
             error = caught
@@ -118,7 +117,9 @@ class Run:
 
     def go(self, begun: Begun) -> None:
         """Ask and train until nothing is asked for any more."""
+        # first, since the listeners write down what is to be done: what cannot be taken over leaves them as they were
         trials = self._go_on(begun)
+        self.tell("started", self.plan)
         if self.ended:
             self.tell("resumed", list(self.ended.values()))
         for name, message in self.plan.failed.items():
