@@ -328,7 +328,7 @@ print(json.dumps([test_width.outcome(told.results), [r.width for r in told.resul
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not keep to the limit")
 def test_memory_that_really_does_not_suffice() -> None:
     """The process's own limit leaves room for four lanes and half as much again, and eight are asked for."""
