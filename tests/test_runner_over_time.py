@@ -21,7 +21,7 @@ from coalesce.engine.lanes import Lanes
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.runner import planning
-from coalesce.runner.listener import Progress, Result
+from coalesce.runner.listener import Latest, Progress, Result
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import grown, make_plan
 from coalesce.runner.run import Begun, run
@@ -451,6 +451,29 @@ def test_experiments_may_come_later() -> None:
     run(plan_of(params), [once])
     assert outcome(recorder.results) == outcome(once.results)
     assert recorder.calls.count("planned") == 2
+
+
+def test_memory_that_does_not_suffice_for_a_later_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan has grown since the lanes were made, and keeps what it has grown by."""
+    params = {"optimizer.lr": [0.01, 0.02, 0.04, 0.08]}
+    everyone = plan_of(params).experiments
+    empty = make_plan("dreamt", ["optimizer.lr"], [], rides, plan_of(params).trainer, probes=everyone[::3], count=4)
+    once, recorder, latest = Recorder(), Recorder(), Latest(empty)
+    run(plan_of(params), [once])
+    advance = Lanes.advance
+
+    def failing(self: Lanes, count: int) -> None:
+        if len(recorder.results) == 2 and self.width == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        advance(self, count)
+
+    monkeypatch.setattr(Lanes, "advance", failing)
+    search = Dreaming([[Trial(e)] for e in everyone])
+    run(empty, [recorder, latest], search=search, rides=rides)
+    assert recorder.calls.count("narrowed") == 1
+    assert outcome(recorder.results) == outcome(once.results)
+    (planned_cohort,) = latest.plan.cohorts
+    assert (planned_cohort.width, planned_cohort.cohort.experiments) == (2, everyone)
 
 
 def test_an_experiment_that_no_probe_is_like_is_refused() -> None:

@@ -82,7 +82,7 @@ class CohortRun:
             self._guarded(self._round)
             self._refill()
             self.run.tell_progress(self)
-            self.run.offer_snapshot(self)
+            self.run.offer_snapshot()
 
     def retire(self, leaving: Sequence[tuple[Experiment, str]]) -> None:
         """End experiments that were put aside, and will not go on.
@@ -155,7 +155,7 @@ class CohortRun:
         self.queue = deque(sorted(self.queue, key=lambda entry: entry[0]))
         width = -(-self.planned.width // 2)
         self.planned = replace(self.planned, width=width)
-        self.run.narrowed(self.planned, message)
+        self.run.narrowed(self.planned.cohort.index, width, message)
         built = hasattr(self, "lanes")
         if built:
             del self.lanes

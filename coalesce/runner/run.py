@@ -249,11 +249,12 @@ class Run:
             self.saved[slot.experiment.id] = saved
         self.totals.steps -= slot.steps - (int(saved.facts["steps"]) if saved else 0)
 
-    def narrowed(self, planned: PlannedCohort, message: str) -> None:
+    def narrowed(self, cohort: int, width: int, message: str) -> None:
         """A cohort goes on in fewer lanes."""
-        cohorts = tuple(planned if c.cohort.index == planned.cohort.index else c for c in self.plan.cohorts)
+        # the width alone: the plan may have grown since the cohort's lanes were made
+        cohorts = tuple(replace(c, width=width) if c.cohort.index == cohort else c for c in self.plan.cohorts)
         self.plan = replace(self.plan, cohorts=cohorts)
-        self.tell("narrowed", planned.cohort.index, planned.width, message)
+        self.tell("narrowed", cohort, width, message)
         self.tell("planned", self.plan)
 
     def end(
@@ -304,7 +305,7 @@ class Run:
         for listener in self.listeners:
             getattr(listener, what)(*arguments)
 
-    def offer_snapshot(self, cohort: CohortRun) -> None:
+    def offer_snapshot(self) -> None:
         """Let the listeners keep where the run stands."""
         self.tell("snapshot", self.take)
 
