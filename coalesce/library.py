@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from coalesce.configuration import check_trainer, make_search, rides
 from coalesce.configuration.search import ANY, check_search
-from coalesce.configuration.union import united
+from coalesce.configuration.union import united, unlike
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment
 from coalesce.runner.listener import Latest
@@ -125,6 +125,8 @@ def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer
         experiments: Sequence[Experiment] = asked
         decided: Sequence[PlannedCohort] = ()
         if back is not None:
+            if problems := unlike(back.plan.trainer, how):
+                raise ConfigError(problems)
             every, keys = united(back.plan, asked, keys)
             known = {experiment.id for experiment in back.plan.experiments}
             # in the order in which they came, so that cohorts keep their numbers

@@ -111,3 +111,20 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(RunFolderError, match=r"plan\.json"):
         swept({"seed": [0]}, folder=tmp_path)
+
+
+def test_what_shows_in_the_numbers_cannot_change_in_a_folder(tmp_path: Path) -> None:
+    swept({"seed": [0]}, folder=tmp_path)
+    with pytest.raises(coalesce.ConfigError, match=r"trainer\.every=10: the run began with 5") as caught:
+        swept({"seed": [0, 1]}, folder=tmp_path, every=10, monitor="val/error")
+    assert "trainer.monitor='val/error'" in str(caught.value)
+    assert len(swept({"seed": [0, 1]}, folder=tmp_path, width=2, weights=False)) == 2
+
+
+def test_another_search_in_a_folder_is_refused(tmp_path: Path) -> None:
+    swept({"seed": range(4)}, folder=tmp_path, snapshot_minutes=0.0)
+    before = (tmp_path / "plan.json").read_bytes()
+    for other in ({"name": "asha", "min_steps": 10, "factor": 2}, {"name": "grid", "patience": 1}):
+        with pytest.raises(RunFolderError, match="began with the search 'Listed'"):
+            swept({"seed": range(4)}, folder=tmp_path, search=other)
+    assert (tmp_path / "plan.json").read_bytes() == before

@@ -133,6 +133,31 @@ def test_the_display_goes_on_where_it_was() -> None:
     assert once.before == []
 
 
+class Listening(Listed):
+    """Writes down who was told of together."""
+
+    def __init__(self, experiments: Sequence[Experiment]):
+        super().__init__(experiments)
+        self.calls: list[list[tuple[str, int]]] = []
+
+    def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
+        self.calls.append([(report.experiment.id, report.step) for report in reports])
+        return {}
+
+
+def test_a_search_is_told_in_the_same_calls_though_boundaries_come_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that are no multiples of `every`: a lane at its end waits for the boundary that it would have had."""
+    # a boundary after every step
+    monkeypatch.setattr("coalesce.runner.cohort.POLL_S", 0.0)
+    calls = []
+    for early in (False, True):
+        plan = plan_of()
+        search = Listening(plan.experiments)
+        run(plan, [Keeper(early=early)], search=search)
+        calls.append(search.calls)
+    assert calls[0] == calls[1]
+
+
 def test_what_was_told_after_the_last_snapshot_is_told_again_and_equal() -> None:
     once, first, second = Keeper(), Keeper(5), Keeper()
     run(plan_of(), [once])
@@ -393,6 +418,9 @@ def test_memory_that_does_not_suffice_halves_the_width(
     assert {r.width for r in recorder.results} <= {3, 2}
     assert recorder.results[-1].width == 2
     assert "narrowed" in recorder.calls
+    # there was a snapshot at each boundary: what had been measured was not measured again
+    told = [(name, step, metric) for name, step, values in recorder.rows for metric in values]
+    assert len(told) == len(set(told))
 
 
 def test_nothing_smaller_than_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,20 +17,15 @@ from coalesce.configuration.command_line import NODES
 from coalesce.configuration.hydra import Order, read
 from coalesce.configuration.options import Compose, rule_defaults
 from coalesce.configuration.sources import File, Sources
+from coalesce.configuration.union import FREE, OWN
 from coalesce.errors import ConfigError, Problem, RunFolderError
 from coalesce.experiment import KEYS
 from coalesce.runner.plan import Plan, Trainer
 from coalesce.store.resume import Reopened
 
-#: The trainer's settings that may change when a run goes on. What the others say shows in the numbers, or in which of
-#: them are there: then the run would not be the one that it would have been without the break.
-FREE = ("width", "check", "show", "weights", "on_error", "snapshot_minutes")
-
 #: A search's settings that end an experiment by its own curve. Were they to change, experiments of one run would have
 #: ended by different rules.
 STOPS = ("patience", "min_delta", "target")
-
-_OWN = "leave it out; or start a run of its own"
 
 #: Overrides that say what to do, and belong to no configuration that is kept.
 _COMMANDS = ("resume", "plan")
@@ -69,7 +64,7 @@ def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
     for key, before in stops.items():
         if (value := OmegaConf.select(config, key)) != before:
             rule = f"the run began with {before!r}, which decides when its experiments end, and goes on with it"
-            problems.append(Problem(key, value, rule, _OWN))
+            problems.append(Problem(key, value, rule, OWN))
     if problems:
         raise ConfigError(problems)
     sources = Sources(overrides, (), [File(back.paths.configuration.absolute(), "")])
@@ -100,7 +95,7 @@ def settings(back: Reopened, order: Order | None, overrides: Sequence[str]) -> T
             changed[name] = value
         elif value != before:
             rule = f"the run began with {before!r}, which shows in its numbers, and goes on with it"
-            problems.append(Problem(key, value, rule, _OWN))
+            problems.append(Problem(key, value, rule, OWN))
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(stored, **changed)
@@ -147,4 +142,4 @@ def _check_search(order: Order, overrides: Sequence[str]) -> None:
     changed = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] != "trainer"]
     if changed and (order.search.replays or not order.search.lists):
         rule = "the run's search decides by what it has seen, so that its experiments cannot be changed afterwards"
-        raise ConfigError([Problem(*changed[0], rule, _OWN)])
+        raise ConfigError([Problem(*changed[0], rule, OWN)])

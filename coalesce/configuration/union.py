@@ -6,9 +6,36 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from coalesce.errors import Problem
 from coalesce.experiment import Experiment, leaves
-from coalesce.runner.plan import Plan
+from coalesce.runner.plan import Plan, Trainer
 from coalesce.store.merge import configured
+
+#: The trainer's settings that may change when a run goes on. What the others say shows in the numbers, or in which of
+#: them are there: then the run would not be the one that it would have been without the break.
+FREE = ("width", "check", "show", "weights", "on_error", "snapshot_minutes")
+
+OWN = "leave it out; or start a run of its own"
+
+
+def unlike(stored: Trainer, now: Trainer) -> list[Problem]:
+    """What of a trainer's settings a run that goes on cannot have otherwise.
+
+    Args:
+        stored: the run's, with device and threads resolved.
+    """
+    left_open = {name for name in ("device", "threads") if getattr(now, name) in ("auto", None)}
+    names = [f.name for f in dataclasses.fields(Trainer) if f.name not in FREE and f.name not in left_open]
+    return [
+        Problem(
+            f"trainer.{name}",
+            getattr(now, name),
+            f"the run began with {getattr(stored, name)!r}, which shows in its numbers, and goes on with it",
+            "that value; or a folder of its own",
+        )
+        for name in names
+        if getattr(now, name) != getattr(stored, name)
+    ]
 
 
 def united(

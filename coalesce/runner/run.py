@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from coalesce import kernels
-from coalesce.errors import TaskError
+from coalesce.errors import RunFolderError, TaskError
 from coalesce.experiment import Experiment, Rides
 from coalesce.runner.cohort import CohortRun
 from coalesce.runner.listener import Listener, Progress, Result
@@ -72,6 +72,7 @@ def run(
 
     Raises:
         TaskError: an experiment failed, and ``trainer.on_error`` is "stop".
+        RunFolderError: ``begun`` is of another kind of search.
     """
     error: BaseException | None = None
     whole = Run(plan, listeners, job, search or Listed(plan.experiments), rides)
@@ -150,6 +151,12 @@ class Run:
         facts: Mapping[str, Any] = begun.snapshot.facts if begun.snapshot else {"ended": [], "slots": {}, "trials": []}
         known = set(facts["ended"])
         if begun.snapshot:
+            before, kind = facts.get("kind", self.search.kind), self.search.kind
+            if before != kind:
+                raise RunFolderError(
+                    f"the run began with the search {before!r} and cannot go on with {kind!r}: take the search that it "
+                    "began with, or another folder"
+                )
             self.search.load_state_dict(facts["search"])
             self._take_over(begun.snapshot)
         for result in begun.results:
@@ -224,8 +231,9 @@ class Run:
         """All that is needed to go on from here.
 
         Returns:
-            ``facts``: ``search`` (its state), ``trials`` (id and ``until``, what was asked for last), ``ended`` (ids),
-            and ``slots`` (id → what the host knows of an experiment that has begun); ``tensors``.
+            ``facts``: ``kind`` and ``search`` (of the search: which, and its state), ``trials`` (id and ``until``, what
+            was asked for last), ``ended`` (ids), and ``slots`` (id → what the host knows of an experiment that has
+            begun); ``tensors``.
         """
         saved = dict(self.saved)
         if self._current is not None:
@@ -234,6 +242,7 @@ class Run:
             saved |= {s.experiment.id: Saved(s.facts(), state) for (_, s), state in zip(busy, states, strict=True)}
         self._latest = saved
         facts = {
+            "kind": self.search.kind,
             "search": self.search.state_dict(),
             "trials": [[trial.experiment.id, trial.until] for trial in self._trials],
             "ended": list(self.ended),

@@ -171,6 +171,11 @@ class Search:
         """Experiments in all, for the display."""
         raise NotImplementedError
 
+    @property
+    def kind(self) -> str:
+        """Whose `state_dict` it is: only a search of the same kind can go on from it."""
+        return type(self).__name__
+
 
 class Listed(Search):
     """A list of experiments, each to its end: a grid, or random samples.

@@ -85,3 +85,7 @@ class Stopping(Search):
     @property
     def count(self) -> int:
         return self.inner.count
+
+    @property
+    def kind(self) -> str:
+        return f"{self.inner.kind} with patience or a target"
