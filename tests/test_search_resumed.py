@@ -21,7 +21,7 @@ from coalesce.runner.planning import plan_search
 from coalesce.runner.run import Begun, run
 from coalesce.search.base import Search
 from coalesce.search.space import Interval
-from test_runner_over_time import Keeper
+from over_time_helpers import Keeper
 
 TRAINER = check_trainer(
     {
