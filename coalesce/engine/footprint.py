@@ -60,8 +60,8 @@ def _changes(call: Callable[[], object]) -> list[int]:
     """What the CPU's allocator, which keeps no mark of its peak, gave out and took back, in order.
 
     By torch's older profiler. The newer one gives the same, and writes to the standard error of the process whenever it
-    begins and ends (torch 2.13); a `TorchDispatchMode` does not see what an operation takes for itself, which is nearly
-    half of a small convolutional network's peak.
+    begins and ends (torch 2.13); a `TorchDispatchMode` does not see what an operation takes for itself, of which a
+    convolution takes much.
     """
     from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 
