@@ -16,13 +16,13 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
 from coalesce.configuration.language import register_resolvers
-from coalesce.errors import ConfigError, RunFolderError, TaskError, nearest
+from coalesce.errors import ConfigError, Problem, RunFolderError, TaskError, nearest
 from coalesce.store.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -127,6 +127,12 @@ def _app(config: DictConfig) -> int:
 def _resume(config: DictConfig) -> int:
     from coalesce.running import resume
 
+    if not isinstance(config.resume, str | int | float) or not str(config.resume).strip():
+        # an empty one is what a shell makes of a variable that is not set; it would stand for the present folder
+        rule = "must name a folder" if str(config.resume).strip() else "names no folder (a variable that is not set?)"
+        valid = "a run folder (runs/lr_grid/<time>), or one that holds some (runs/lr_grid: its latest run)"
+        seen = OmegaConf.to_container(config, resolve=False)
+        raise ConfigError([Problem("resume", seen["resume"], rule, valid, source="command line")])
     try:
         return resume(str(config.resume), HydraConfig.get(), config.get("plan") is True)
     except FileNotFoundError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cli_for_tests import CommandLine
+from coalesce.runner.plan import Trainer
 from coalesce.search.base import Listed
 from coalesce.search.halving import Asha, Halving
 from coalesce.search.optuna import Optuna
@@ -65,6 +66,11 @@ def test_every_search(cli: CommandLine, arguments: list[str], kind: type) -> Non
     assert len(order.experiments) == (64 if kind is not Optuna else 2)
 
 
+def test_an_evaluation_has_a_boundary(cli: CommandLine) -> None:
+    assert cli.order("trainer.evaluate_every=50").trainer == Trainer(every=50, evaluate_every=50)
+    assert cli.order().trainer == Trainer()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -80,7 +86,7 @@ def test_every_search(cli: CommandLine, arguments: list[str], kind: type) -> Non
         ),
         (["search=random", "search.samples=many"], ["search.samples='many': must be an integer"]),
         # what is wrong with the trainer is told by itself
-        (["search=asha", "trainer.evaluate_every=70"], ["1 problem", "must be a multiple of trainer.every"]),
+        (["search=asha", "trainer.evaluate_every=170"], ["1 problem", "must be a multiple of trainer.every"]),
         # and an unknown search does not make every interval wrong
         (["search.name=asah", SPACE[0]], ["1 problem", "unknown search", "did you mean 'asha'?"]),
         ([SPACE[0]], ["continuous", "search=random", "${logspace:0.0001,0.1,8}"]),

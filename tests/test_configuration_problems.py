@@ -336,7 +336,8 @@ def test_trainer_settings_arrive_in_their_type() -> None:
 @pytest.mark.parametrize(("given", "every"), [(7, 7), (50, 50), (100, 100), (300, 100)])
 def test_an_evaluation_has_a_boundary(given: int, every: int) -> None:
     """``every``, left out, is no more than ``evaluate_every``."""
-    assert check_trainer({"evaluate_every": given}) == Trainer(every=every, evaluate_every=given)
+    for left_out in ({}, {"every": None}, {"every": "null"}):
+        assert check_trainer({"evaluate_every": given, **left_out}) == Trainer(every=every, evaluate_every=given)
 
 
 @pytest.mark.parametrize(
@@ -350,7 +351,7 @@ def test_an_evaluation_has_a_boundary(given: int, every: int) -> None:
         ({"width": 0}, "trainer.width=0: must be at least 1", '"auto"'),
         ({"width": "wide"}, "trainer.width='wide': must be an integer", '"auto"'),
         ({"width": 1.5}, "trainer.width=1.5: must be an integer", '"auto"'),
-        ({"every": 0}, "trainer.every=0: must be at least 1", "an integer, at least 1"),
+        ({"every": 0}, "trainer.every=0: must be at least 1", "an integer, at least 1, or null"),
         ({"every": True}, "trainer.every=True: must be an integer", "an integer, at least 1"),
         ({"every": 30, "evaluate_every": 100}, "trainer.evaluate_every=100: must be a multiple", "30, 60, 90"),
         ({"every": 100, "evaluate_every": 50}, "trainer.every, which is 100", "or trainer.every=50 beside it"),

@@ -279,11 +279,11 @@ def test_an_interrupt_keeps_what_is_done(folder: Folder, monkeypatch: pytest.Mon
     said = [f"What was recorded so far lies in {run}", f"To go on: python -m coalesce resume={run}"]
     # in front of it stands a warning: the folder's steps=20 is swept over
     assert err.splitlines()[-3:] == [*said, "SIGINT has ended the run"]
-    assert "broke off (Interrupted" in out
+    assert "ended by SIGINT after" in out
     assert "1 of 2 experiments, 1 finished" in out
     frame = coalesce.load(folder.run())
     assert list(frame["steps_done"]) == [20]
     history = load_history(folder.run())
     # what was measured of the other one is kept as well
     assert history["experiment"].nunique() == 2
-    assert "broke off (Interrupted" in (folder.run() / "log.txt").read_text()
+    assert "WARNING ended by SIGINT" in (folder.run() / "log.txt").read_text()

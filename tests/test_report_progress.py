@@ -8,12 +8,15 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+from bdb import BdbQuit
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from coalesce.errors import TaskError
 from coalesce.report.progress import ProgressView
+from coalesce.store.signals import Interrupted
 from run_fakes import drive, grid, plan, progress, result
 
 EXPERIMENTS = grid(optimizer__lr=[0.1, 0.01], seed=[0, 1, 2, 3])
@@ -119,12 +122,22 @@ def test_the_first_failures_are_told_at_once_and_the_others_counted() -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_run_that_breaks_off(terminal: bool) -> None:
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (KeyboardInterrupt(), "ended by Ctrl-C"),
+        (Interrupted("SIGUSR1"), "ended by SIGUSR1"),
+        (BdbQuit(), "ended at a breakpoint"),
+        (SystemExit(3), "ended by sys.exit(3)"),
+        (TaskError("told below it"), "broke off"),
+    ],
+)
+def test_a_run_that_breaks_off(terminal: bool, error: BaseException, says: str) -> None:
     showing, file, _ = view(terminal)
     showing.started(plan(EXPERIMENTS))
     showing.ended(result(EXPERIMENTS[0]))
-    showing.closed(KeyboardInterrupt())
-    assert "broke off (KeyboardInterrupt) after 0.0 s: 1 of 8 experiments, 1 finished\n" in file.getvalue()
+    showing.closed(error)
+    assert f"{says} after 0.0 s: 1 of 8 experiments, 1 finished\n" in file.getvalue()
     if terminal:
         assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
 

@@ -285,6 +285,8 @@ def test_what_would_be_trained(command: Command) -> None:
     [
         ("optimizer=adamw", "optimizer='adamw': a run that goes on keeps the options that it chose"),
         ("sweep=lr_grid", "sweep='lr_grid': a run that goes on keeps"),
+        ("sweep.name=other", "sweep.name='other': a run that goes on keeps its name, 'nets': its folder is"),
+        ("runs=elsewhere", "runs='elsewhere': a run that goes on keeps its place, 'runs': its folder is"),
         ("trainer.every=10", "trainer.every=10: the run began with 5"),
         ("trainer.monitor=val/error", "trainer.monitor='val/error': the run began with 'val/loss'"),
         ("search.patience=1", "search.patience=1: the run began with None"),
@@ -305,7 +307,8 @@ def test_overrides_that_are_refused(override: str, says: str, command: Command) 
 
 def test_settings_that_may_change(command: Command) -> None:
     broken = command.broken()
-    assert command(f"resume={broken}", "trainer.weights=false", "trainer.show=[test/loss]", "trainer.every=5")[0] == 0
+    same_as_before = ["trainer.every=5", "sweep.name=nets", "runs=runs"]
+    assert command(f"resume={broken}", "trainer.weights=false", "trainer.show=[test/loss]", *same_as_before)[0] == 0
     assert len(list((broken / "weights").glob("*-best*"))) == 2
 
 
@@ -315,6 +318,11 @@ def test_folders_that_cannot_be_gone_on_from(command: Command) -> None:
     assert code == 2
     assert "resume=runs/nest: " in out
     assert "does not exist; did you mean" in out
+    for nothing, says in (("", "resume='': names no folder"), ("[a]", "resume=['a']: must name a folder")):
+        code, out = command(f"resume={nothing}")
+        assert code == 2
+        assert f"{says}" in out
+        assert "valid: a run folder" in out
     with RunLock(RunPaths(folder)):
         code, out = command(f"resume={folder}")
     assert code == 1

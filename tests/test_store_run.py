@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import coalesce
+from coalesce.errors import TaskError
 from coalesce.store.environment import commit, environment
 from coalesce.store.frames import results_frame
 from coalesce.store.paths import RunPaths
@@ -213,6 +214,13 @@ def test_a_broken_off_run_is_summed_up_and_says_why(tmp_path: Path) -> None:
     assert log[2].endswith("ERROR broke off (RuntimeError: out of memory)")
     assert log[3].endswith("INFO closed: 1 of 8 experiments ended")
     pd.to_datetime([line[:19] for line in log], format="%Y-%m-%d %H:%M:%S")
+
+
+def test_an_error_in_our_own_words_needs_no_name(tmp_path: Path) -> None:
+    writing = writer(tmp_path)
+    writing.started(plan(EXPERIMENTS))
+    writing.closed(TaskError("no model for 3"))
+    assert " ERROR broke off: no model for 3\n" in (tmp_path / "log.txt").read_text()
 
 
 def test_a_run_that_never_started_leaves_nothing(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_signal_ends_the_run_at_the_next_boundary(name: str, minutes: float | 
     assert back.facts == {"count": 1}
     assert load_history(tmp_path)["step"].tolist() == [10, 20]
     assert coalesce.load(tmp_path)["experiment"].tolist() == [EXPERIMENTS[1].id]
-    assert f"broke off (Interrupted: {name} has ended the run)" in (tmp_path / "log.txt").read_text()
+    assert f" WARNING ended by {name}\n" in (tmp_path / "log.txt").read_text()
 
 
 def test_snapshots_by_the_clock(tmp_path: Path) -> None:

@@ -51,11 +51,12 @@ def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     problems = list(_groups(parsed))
-    if problems:
-        raise ConfigError(problems)
     config = OmegaConf.create(back.configuration)
     if not isinstance(config, DictConfig) or "sweep" not in config:
         raise RunFolderError(f"{str(back.paths.configuration)!r} holds no configuration of `python -m coalesce`")
+    problems += _placed(back, _given(overrides), config)
+    if problems:
+        raise ConfigError(problems)
     stops = {f"search.{name}": OmegaConf.select(config, f"search.{name}") for name in STOPS}
     try:
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
@@ -108,6 +109,15 @@ def _groups(parsed: Sequence[Override]) -> Iterable[Problem]:
             rule = "a run that goes on keeps the options that it chose"
             valid = f"overrides of keys, such as {key}.<key>=...; or a run of its own"
             yield Problem(key, value, rule, valid, source="command line")
+
+
+def _placed(back: Reopened, given: Mapping[str, Any], config: DictConfig) -> Iterable[Problem]:
+    """What of the overrides would give the run another name or another place."""
+    stays = {"sweep.name": ("name", back.plan.name), "runs": ("place", config.get("runs", "runs"))}
+    for key, (what, before) in stays.items():
+        if key in given and given[key] is not None and str(given[key]) != before:
+            rule = f"a run that goes on keeps its {what}, {before!r}: its folder is {back.paths.folder}"
+            yield Problem(key, given[key], rule, OWN, source="command line")
 
 
 def _given(overrides: Sequence[str]) -> dict[str, Any]:

@@ -52,12 +52,15 @@ def check_trainer(settings: Mapping[str, Any]) -> Trainer:
             kind = kind_of_annotation(hints[name], fields[name].default, True)
             valid = kind.valid
         if name in COUNTS and name != "width":
-            valid = "an integer, at least 1" + (", or null" if kind.optional else "")
+            valid = "an integer, at least 1" + (", or null" if kind.optional or name == "every" else "")
         if name in WORDS:
             kind = Kind("choice", choices=WORDS[name])
             valid = kind.valid
         if name == "width" and value == "auto":
             checked[name] = value
+            continue
+        if name == "every" and value in (None, "null"):
+            # as if it were left out
             continue
         if name == "show" and isinstance(value, str):
             value = [value]

@@ -18,6 +18,7 @@ from coalesce.report import text
 from coalesce.report.fitting import telling
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
+from coalesce.store.signals import ended_by
 
 #: Seconds of training over which the speed is averaged.
 WINDOW_S = 20.0
@@ -126,7 +127,7 @@ class ProgressView(Listener):
         if self._progress is not None and self._plan.trainer.stack:
             compiling_s = max(self._progress.elapsed_s - self._progress.training_s, 0.0)
             took += f" ({text.duration(compiling_s)} of it {self._verb})"
-        head = "ended" if error is None else f"broke off ({type(error).__name__})"
+        head = "ended" if error is None else ended_by(error)
         statuses = "".join(f", {number:,} {status}" for status, number in self._statuses.items())
         self._say(f"{head} after {took}: {ended:,} of {text.count(self._plan.count, 'experiment')}{statuses}")
 

@@ -20,7 +20,7 @@ class Trainer:
         memory_gib: the most that lanes and their data may take of the device's memory (GiB) where ``width`` is "auto";
             None: all that is free.
         every: steps between two host boundaries, where metrics are recorded and lanes are read out and refilled. Left
-            out beside a smaller ``evaluate_every``, it is that.
+            out, or None, beside a smaller ``evaluate_every``, it is that.
         evaluate_every: steps of an experiment between two evaluations; a multiple of ``every``.
         evaluate_batch_size: samples per lane in one call of the evaluation graph.
         pieces: patterns of the names of modules at which the step's graph is cut into segments; "auto": blocks that

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from bdb import BdbQuit
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,23 @@ class Interrupted(KeyboardInterrupt):
     def code(self) -> int:
         """The process's exit code."""
         return EXIT_CODES[self.signal]
+
+
+def ended_by(error: BaseException) -> str:
+    """What ended a run before it was over, in words: somebody's will, or "broke off".
+
+    >>> ended_by(Interrupted("SIGTERM")), ended_by(ValueError())
+    ('ended by SIGTERM', 'broke off')
+    """
+    if isinstance(error, Interrupted):
+        return f"ended by {error.signal}"
+    if isinstance(error, KeyboardInterrupt):
+        return "ended by Ctrl-C"
+    if isinstance(error, BdbQuit):
+        return "ended at a breakpoint"
+    if isinstance(error, SystemExit):
+        return f"ended by sys.exit({error.code!r})"
+    return "broke off"
 
 
 class Signals:

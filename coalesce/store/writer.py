@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from coalesce.errors import RunFolderError
+from coalesce.errors import ConfigError, RunFolderError, TaskError
 from coalesce.experiment import Experiment
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
@@ -23,7 +23,7 @@ from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
 from coalesce.store.read import assemble_history, assemble_results
-from coalesce.store.signals import Interrupted, Signals
+from coalesce.store.signals import Interrupted, Signals, ended_by
 from coalesce.store.snapshots import Snapshots
 
 logger = logging.getLogger("coalesce")
@@ -205,7 +205,7 @@ class RunWriter(Listener):
 
     def _close(self, plan: dict[str, Any], error: BaseException | None) -> None:
         if error is not None:
-            logger.error("broke off (%s: %s)", type(error).__name__, error)
+            _log_end(error)
         try:
             with self._writing():
                 self.flush()
@@ -292,6 +292,17 @@ class _LogFile(logging.FileHandler):
     def close(self) -> None:
         with suppress(OSError):
             super().close()
+
+
+def _log_end(error: BaseException) -> None:
+    how = ended_by(error)
+    if how != "broke off":
+        logger.warning("%s", how)
+    elif isinstance(error, TaskError | RunFolderError | ConfigError):
+        # whose texts are sentences for users
+        logger.error("%s: %s", how, error)
+    else:
+        logger.error("%s (%s: %s)", how, type(error).__name__, error)
 
 
 def _after(parts: list[Path]) -> int:
