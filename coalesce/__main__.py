@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -131,7 +131,7 @@ def _resume(config: DictConfig) -> int:
         # an empty one is what a shell makes of a variable that is not set; it would stand for the present folder
         rule = "must name a folder" if str(config.resume).strip() else "names no folder (a variable that is not set?)"
         valid = "a run folder (runs/lr_grid/<time>), or one that holds some (runs/lr_grid: its latest run)"
-        seen = OmegaConf.to_container(config, resolve=False)
+        seen: Any = OmegaConf.to_container(config, resolve=False)
         raise ConfigError([Problem("resume", seen["resume"], rule, valid, source="command line")])
     try:
         return resume(str(config.resume), HydraConfig.get(), config.get("plan") is True)
