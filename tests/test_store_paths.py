@@ -72,16 +72,17 @@ def test_the_same_second_at_the_same_time(tmp_path: Path) -> None:
 def test_parts_are_in_order_and_of_all_jobs(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     written = [paths.metric_part(100_000), paths.metric_part(9), paths.metric_part(10)]
-    written += [RunPaths(tmp_path, job).metric_part(0) for job in (1, 0)]
+    written += [RunPaths(tmp_path, job).metric_part(0) for job in (10, 1, 0)]
     written[0].parent.mkdir()
     for part in [*written, written[0].parent / ".part-00011.parquet.1234.tmp", written[0].parent / "notes.txt"]:
         part.touch()
     assert [part.name for part in paths.metric_parts()] == [
-        "job-0-part-00000.parquet",
-        "job-1-part-00000.parquet",
         "part-00009.parquet",
         "part-00010.parquet",
         "part-100000.parquet",
+        "job-0-part-00000.parquet",
+        "job-1-part-00000.parquet",
+        "job-10-part-00000.parquet",
     ]
     assert paths.result_parts() == []
 

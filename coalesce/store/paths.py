@@ -79,13 +79,13 @@ class RunPaths:
 
     @property
     def environment(self) -> Path:
-        """Versions, device, commit."""
-        return self.folder / "environment.json"
+        """Versions, device, commit; of each job, where there are several."""
+        return self._own("environment", "json")
 
     @property
     def plan(self) -> Path:
-        """Every experiment with its id, values, configuration and cohort."""
-        return self.folder / "plan.json"
+        """Every experiment with its id, values, configuration and cohort; a job's own has those of its share."""
+        return self._own("plan", "json")
 
     @property
     def results(self) -> Path:
@@ -105,7 +105,7 @@ class RunPaths:
     @property
     def log(self) -> Path:
         """Lines with time stamps."""
-        return self.folder / ("log.txt" if self.job is None else f"log-{self.job}.txt")
+        return self._own("log", "txt")
 
     @property
     def weights_folder(self) -> Path:
@@ -129,9 +129,44 @@ class RunPaths:
         return self.folder / "study.db"
 
     @property
+    def jobs_folder(self) -> Path:
+        """What jobs write that is none of the results, and what is known of them."""
+        return self.folder / "jobs"
+
+    @property
+    def job_record(self) -> Path:
+        """How the job was submitted."""
+        return self._own("job", "json")
+
+    @property
+    def standing(self) -> Path:
+        """Where the job stands."""
+        return self._own("standing", "json")
+
+    @property
+    def submissions(self) -> Path:
+        """The folder of submitit, which starts jobs: what it hands to them, and what they print."""
+        return self.jobs_folder / "submitit"
+
+    def decisions(self, shape: str) -> Path:
+        """What was decided by measuring for a cohort, by the first of its jobs."""
+        return self.jobs_folder / f"cohort-{shape}.json"
+
+    def jobs(self) -> list[int]:
+        """The numbers of the jobs that were submitted, from the least on."""
+        found = (re.fullmatch(r"job-(\d+)\.json", path.name) for path in self.jobs_folder.glob("job-*.json"))
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def _own(self, name: str, suffix: str) -> Path:
+        """A file of which each job has one of its own."""
+        if self.job is None:
+            return self.folder / f"{name}.{suffix}"
+        return self.jobs_folder / f"{name}-{self.job}.{suffix}"
+
+    @property
     def lock(self) -> Path:
         """Held by the process that writes here."""
-        return self.folder / (".lock" if self.job is None else f".lock-{self.job}")
+        return self.folder / ".lock"
 
     @property
     def lock_owner(self) -> Path:
@@ -215,7 +250,12 @@ class RunPaths:
         # temporary files begin with a dot and match neither pattern
         folder = self.folder / kind
         found = [*folder.glob("part-*.parquet"), *folder.glob("job-*-part-*.parquet")]
-        return sorted(found, key=lambda part: (part.stem.rpartition("-")[0], self.part_number(part)))
+        return sorted(found, key=lambda part: (self._job_number(part), self.part_number(part)))
+
+    @staticmethod
+    def _job_number(part: Path) -> int:
+        """The number of the job that wrote a part; -1: there was but one process."""
+        return int(part.stem.split("-")[1]) if part.stem.startswith("job-") else -1
 
 
 def check_root(root: str | os.PathLike[str], key: str) -> list[Problem]:
