@@ -132,6 +132,28 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, at: int, error: Callable[[], Ex
     return calls
 
 
+def failing_once(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    at: int,
+    error: Callable[[], Exception],
+    passes: Callable[..., bool] = lambda *given: False,
+) -> list[int]:
+    """Let the n-th call of a method of the lanes run out of memory; calls that ``passes`` says so of do not count."""
+    calls: list[int] = []
+    usual = getattr(Lanes, method)
+
+    def failing(self: Lanes, *given: Any, **named: Any) -> Any:
+        if not passes(*given):
+            calls.append(self.width)
+            if len(calls) == at:
+                raise error()
+        return usual(self, *given, **named)
+
+    monkeypatch.setattr(Lanes, method, failing)
+    return calls
+
+
 ERRORS: dict[str, Callable[[], Exception]] = {
     "cuda": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     "cpu": lambda: RuntimeError(

@@ -17,7 +17,9 @@ from coalesce.runner.listener import Latest
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
 from coalesce.search.base import Trial
-from over_time_helpers import ERRORS, Dreaming, Keeper, broken_once, outcome, plan_of
+from coalesce.search.halving import Halving
+from coalesce.search.metric import Metric
+from over_time_helpers import ERRORS, Dreaming, Keeper, broken_once, failing_once, outcome, plan_of
 from runner_helpers import Picky, Recorder, planned, ran
 
 
@@ -45,6 +47,41 @@ def test_memory_that_does_not_suffice_halves_the_width(
     # there was a snapshot at each boundary: what had been measured was not measured again
     told = [(name, step, metric) for name, step, values in recorder.rows for metric in values]
     assert len(told) == len(set(told))
+
+
+@pytest.mark.parametrize(("error", "method", "at"), [("cuda", "save", 4), ("cpu", "fill", 5)])
+def test_memory_that_does_not_suffice_at_a_boundary(
+    monkeypatch: pytest.MonkeyPatch, whole: dict[str, Any], error: str, method: str, at: int
+) -> None:
+    """While a snapshot is taken, and while lanes are filled."""
+    recorder = Keeper()
+    calls = failing_once(monkeypatch, method, at, ERRORS[error])
+    run(plan_of(), [recorder])
+    assert len(calls) > at
+    assert outcome(recorder.results) == whole
+    assert recorder.calls.count("narrowed") == 1
+    assert recorder.results[-1].width == 2
+
+
+def halved(recorder: Recorder) -> dict[str, Any]:
+    """One of five goes on from step 5."""
+    plan = plan_of({"seed": range(5)}, steps=10)
+    run(plan, [recorder], search=Halving(plan.experiments, Metric("val/loss", "min"), min_steps=5, factor=5))
+    assert [r.status for r in recorder.results] == ["stopped"] * 4 + ["finished"]
+    return outcome(recorder.results)
+
+
+def test_memory_that_does_not_suffice_while_experiments_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked at as they were when they were put aside, whatever the last snapshot has of them."""
+    once = halved(Recorder())
+    # before these nobody is looked at on the test split, put into a lane again, or taken out
+    for method, at in (("measure", 1), ("state_dict", 4)):
+        with monkeypatch.context() as patched:
+            calls = failing_once(patched, method, at, ERRORS["cuda"], lambda *given: given == ("val",))
+            recorder = Recorder()
+            assert halved(recorder) == once
+        assert len(calls) > at
+        assert recorder.calls.count("narrowed") == 1
 
 
 def test_nothing_smaller_than_one_lane(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,18 +9,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from coalesce.engine.check import check
-from coalesce.engine.evaluations import chunks
 from coalesce.engine.lanes import Lanes, Reading
 from coalesce.engine.plain import Plain
 from coalesce.engine.template import Template
 from coalesce.errors import TaskError
-from coalesce.experiment import Experiment, leaves
-from coalesce.optim import SCHEDULES
+from coalesce.experiment import Experiment
 from coalesce.runner.memory import is_out_of_memory
 from coalesce.runner.plan import PlannedCohort
 from coalesce.runner.slot import Saved, Slot
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("coalesce")
 T = TypeVar("T")
-
-#: What is said of an experiment whose loss was finite when it broke.
-_UPDATE_BROKE = (
-    "the loss was finite, so it is a gradient or the update. A torch.where gives a NaN gradient if the branch that it "
-    "did not take is infinite or NaN, or has such a slope: give that branch an argument that is safe"
-)
 
 #: Seconds of steps after which the listeners are asked whether they want a boundary at once (a signal has come).
 POLL_S = 0.5
@@ -77,12 +70,12 @@ class CohortRun:
         """
         # those that have begun go on first: what is kept of them on the host can be let go
         self.queue = deque(sorted(trials, key=lambda entry: (entry[1].experiment.id not in self.run.saved, entry[0])))
-        self._refill()
+        self._guarded(self._refill)
         while self.busy:
             self._guarded(self._round)
-            self._refill()
+            self._guarded(self._refill)
             self.run.tell_progress(self)
-            self.run.offer_snapshot()
+            self._guarded(self.run.offer_snapshot)
 
     def retire(self, leaving: Sequence[tuple[Experiment, str]]) -> None:
         """End experiments that were put aside, and will not go on.
@@ -90,9 +83,16 @@ class CohortRun:
         Args:
             leaving: which, and why.
         """
-        for start, stop in chunks(len(leaving), self.planned.width):
-            reasons = {experiment.id: reason for experiment, reason in leaving[start:stop]}
-            for lane, (experiment, _) in enumerate(leaving[start:stop]):
+        while any(experiment.id not in self.run.ended for experiment, _ in leaving):
+            self._guarded(partial(self._retire_some, leaving))
+
+    def _retire_some(self, leaving: Sequence[tuple[Experiment, str]]) -> None:
+        """End a lane-full of those that have not ended."""
+        left = [(experiment, reason) for experiment, reason in leaving if experiment.id not in self.run.ended]
+        some = {experiment.id: (experiment, reason) for experiment, reason in left[: self.planned.width]}
+        kept = {name: self.run.saved[name] for name in some}
+        try:
+            for lane, (experiment, _) in enumerate(some.values()):
                 self.slots[lane] = self._fill(lane, lane, Trial(experiment))
             due = dict(self.busy)
             failed = self._test(due)
@@ -100,7 +100,11 @@ class CohortRun:
                 if lane in failed:
                     self._take_out(lane, slot, "failed", str(failed[lane]))
                 else:
-                    self._take_out(lane, slot, "stopped", reasons[slot.experiment.id])
+                    self._take_out(lane, slot, "stopped", some[slot.experiment.id][1])
+        finally:
+            # whatever happened: those that have not ended wait as they did, and not as they were at a snapshot
+            self.slots = [None] * self.planned.width
+            self.run.saved |= {name: saved for name, saved in kept.items() if name not in self.run.ended}
 
     def _round(self) -> None:
         if not self.busy:
@@ -165,7 +169,7 @@ class CohortRun:
         self.slots = [None] * width
         if built:
             self.lanes = self._guarded(self._build)
-            self._refill()
+            self._guarded(self._refill)
 
     def _advance(self) -> bool:
         """Step to the next place at which some lane is due.
@@ -195,7 +199,9 @@ class CohortRun:
     def _refill(self) -> None:
         for lane, slot in enumerate(self.slots):
             while slot is None and self.queue:
-                slot = self._fill(lane, *self.queue.popleft())
+                slot = self._fill(lane, *self.queue[0])
+                # not before: it is the next one still where memory did not suffice
+                self.queue.popleft()
             self.slots[lane] = slot
 
     def _fill(self, lane: int, order: int, trial: Trial) -> Slot | None:
@@ -237,13 +243,13 @@ class CohortRun:
                     self._record(lane, slot, {f"train/{n}": values[lane] for n, values in reading.metrics.items()})
         broken = {lane for lane in due if not reading.alive[lane]}
         finished = {lane for lane, slot in due.items() if slot.steps >= slot.experiment.steps} - broken
-        judged = {lane: slot for lane, slot in due.items() if lane not in finished | broken and self._is_judged(slot)}
-        asked = {lane for lane, slot in judged.items() if _monitored(slot).startswith("val/")} | finished
+        judged = {lane: slot for lane, slot in due.items() if lane not in finished | broken and slot.is_judged}
+        asked = {lane for lane, slot in judged.items() if slot.monitored.startswith("val/")} | finished
         often = self.trainer.evaluate_every
         measured = {n: s for n, s in due.items() if n not in broken and (n in asked or s.steps % often == 0)}
         failed = self._evaluate("val", measured)
         if judged:
-            self.lanes.observe({lane: slot.metrics.get(_monitored(slot), math.nan) for lane, slot in judged.items()})
+            self.lanes.observe({lane: slot.metrics.get(slot.monitored, math.nan) for lane, slot in judged.items()})
         self._keep_better()
         stopped = self._hear({lane: slot for lane, slot in due.items() if lane not in failed}, finished | broken)
         left = {lane: due[lane] for lane in (finished | stopped.keys()) - failed.keys()}
@@ -252,7 +258,7 @@ class CohortRun:
             if lane in failed:
                 self._take_out(lane, slot, "failed", str(failed[lane]))
             elif lane in broken:
-                self._take_out(lane, slot, "diverged", _broke(slot, reading, lane))
+                self._take_out(lane, slot, "diverged", slot.broke(bool(reading.finite) and reading.finite[lane]))
             elif lane in finished:
                 self._take_out(lane, slot, "finished")
             elif lane in stopped:
@@ -286,7 +292,7 @@ class CohortRun:
         # all sources as they are now, also where one of them is a target
         sources = [self._source(copy, lane_of) for _, copy in copies]
         states = self.lanes.save(sources) if copies else []
-        floats = [self._floats(due[source]) for source in sources]
+        floats = [due[source].riding(self.planned.cohort.riding) for source in sources]
         for (lane, copy), state, values in zip(copies, states, floats, strict=True):
             slot = due[lane]
             slot.floats = {**values, **copy.values}
@@ -298,17 +304,6 @@ class CohortRun:
         if copy.source not in lane_of:
             raise LookupError(f"the search copies experiment {copy.source}, which is in no lane of this graph now")
         return lane_of[copy.source]
-
-    def _floats(self, slot: Slot) -> dict[str, float]:
-        """The floats of an experiment that differ within the cohort, as they are now."""
-        config = slot.experiment.varied(slot.floats).config
-        values = {key: value for key, value in leaves(config) if key in self.planned.cohort.riding}
-        return {key: value for key, value in values.items() if isinstance(value, float)}
-
-    def _is_judged(self, slot: Slot) -> bool:
-        """Whether the schedule looks at a metric of this experiment now, by its own steps."""
-        schedule = slot.experiment.config["schedule"]
-        return SCHEDULES[schedule["name"]].judges and slot.steps % schedule["every"] == 0
 
     def _evaluate(self, split: str, due: Mapping[int, Slot]) -> dict[int, TaskError]:
         """Record the metrics of a split, if there is one.
@@ -382,12 +377,3 @@ class CohortRun:
         if self.better and (self.trainer.weights or "test" in self.splits):
             self.lanes.keep(self.better)
         self.better = []
-
-
-def _monitored(slot: Slot) -> str:
-    return str(slot.experiment.config["schedule"]["monitor"])
-
-
-def _broke(slot: Slot, reading: Reading, lane: int) -> str:
-    message = f"the loss or a parameter turned infinite or NaN at step {slot.steps + 1}"
-    return f"{message}; {_UPDATE_BROKE}" if reading.finite and reading.finite[lane] else message

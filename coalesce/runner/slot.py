@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
 
-from coalesce.experiment import Experiment
+from coalesce.experiment import Experiment, leaves
+from coalesce.optim import SCHEDULES
+
+#: What is said of an experiment whose loss was finite when it broke.
+_UPDATE_BROKE = (
+    "the loss was finite, so it is a gradient or the update. A torch.where gives a NaN gradient if the branch that it "
+    "did not take is infinite or NaN, or has such a slope: give that branch an argument that is safe"
+)
 
 
 @dataclass
@@ -53,6 +60,31 @@ class Slot:
     @property
     def seconds_now(self) -> float:
         return self.seconds + time.monotonic() - self.since_s
+
+    @property
+    def monitored(self) -> str:
+        """The metric that its schedule looks at."""
+        return str(self.experiment.config["schedule"]["monitor"])
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether its schedule looks at a metric now, by its own steps."""
+        schedule = self.experiment.config["schedule"]
+        return SCHEDULES[schedule["name"]].judges and self.steps % schedule["every"] == 0
+
+    def riding(self, keys: Collection[str]) -> dict[str, float]:
+        """Of these keys those that are floats, with the values that they have now."""
+        config = self.experiment.varied(self.floats).config
+        return {key: value for key, value in leaves(config) if key in keys and isinstance(value, float)}
+
+    def broke(self, finite: bool) -> str:
+        """What is said of it when it has diverged.
+
+        Args:
+            finite: whether the loss was finite when it did.
+        """
+        message = f"the loss or a parameter turned infinite or NaN at step {self.steps + 1}"
+        return f"{message}; {_UPDATE_BROKE}" if finite else message
 
     def note(self, values: Mapping[str, float], monitor: str, mode: str) -> bool:
         """Take over metrics, and tell whether the monitored one is the best so far."""
