@@ -1,7 +1,8 @@
 """Runs a sweep in processes that are ended at given moments, and goes on in the next one, until it is over.
 
 One process imports everything and forks off the others, so that each of them takes no seconds to start. It is told on
-its standard input what to do: ``<signal> <seconds> <folder>``, and answers with the exit code.
+its standard input what to do: ``<signal> <seconds> <which> <folder>``, and answers with the exit code, and the seconds
+from the signal to the end.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ SETTINGS: dict[str, Any] = {
     "snapshot_minutes": 0.0,
 }
 
+#: Two experiments that would train for hours, with no host boundary before.
+ENDLESS: dict[str, Any] = {
+    **SETTINGS,
+    "steps": 10**8,
+    "every": 10**8,
+    "evaluate_every": 10**8,
+    "snapshot_minutes": None,
+}
+
 
 class Tell(Listener):
     """Tells another process of the first host boundary.
@@ -60,9 +70,19 @@ class Tell(Listener):
             self.pipe = -1
 
 
-def go_on(folder: Path, pipe: int) -> None:
+class TellSoon(Tell):
+    """Tells it when steps are taken, boundary or not."""
+
+    def wants_boundary(self) -> bool:
+        self.snapshot(lambda: Snapshot({}, {}))
+        return False
+
+
+def go_on(folder: Path, pipe: int, which: str) -> None:
     """Begin a run, or go on with the one that the folder holds."""
     paths = RunPaths(folder)
+    if which == "endless":
+        run(planned(Net, {"seed": [0, 1]}, **ENDLESS), [TellSoon(pipe), RunWriter(paths, "made: up\n")])
     if not paths.plan.exists():
         run(planned(Net, PARAMS, **SETTINGS), [Tell(pipe), RunWriter(paths, "made: up\n")])
         return
@@ -94,10 +114,22 @@ class Driver:
         Returns:
             The exit code; -9 for SIGKILL.
         """
+        return self._told(name, seconds, "usual", folder)[0]
+
+    def endless(self, name: str, folder: Path) -> tuple[int, float]:
+        """Send a signal while a run is far from its next boundary.
+
+        Returns:
+            The exit code, and the seconds from the signal to the end of the process.
+        """
+        return self._told(name, 0.3, "endless", folder)
+
+    def _told(self, name: str, seconds: float, which: str, folder: Path) -> tuple[int, float]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        print(name, seconds, folder, file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline())
+        print(name, seconds, which, folder, file=self.process.stdin, flush=True)
+        code, took_s = self.process.stdout.readline().split()
+        return int(code), float(took_s)
 
 
 HERE = Path(__file__).parent
@@ -121,14 +153,14 @@ def _serve() -> None:
     # what is imported and cached at a first trace is there in all that are forked off
     run(planned(Net, {"seed": [0]}, **{**SETTINGS, "steps": 5}))
     for line in sys.stdin:
-        name, seconds, folder = line.split(maxsplit=2)
+        name, seconds, which, folder = line.split(maxsplit=3)
         ready, pipe = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(ready)
             code = 1
             try:
-                go_on(Path(folder.rstrip("\n")), pipe)
+                go_on(Path(folder.rstrip("\n")), pipe, which)
                 code = 0
             except Interrupted as interrupted:
                 code = interrupted.code
@@ -141,11 +173,12 @@ def _serve() -> None:
         ends = time.monotonic() + abs(float(seconds))
         while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < ends:
             time.sleep(0.002)
+        sent = time.monotonic()
         if done[0] == 0:
             os.kill(child, getattr(signal, name))
             done = os.waitpid(child, 0)
         os.close(ready)
-        print(os.waitstatus_to_exitcode(done[1]), flush=True)
+        print(os.waitstatus_to_exitcode(done[1]), time.monotonic() - sent, flush=True)
 
 
 if __name__ == "__main__":
