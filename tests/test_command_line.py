@@ -51,7 +51,7 @@ def test_the_examples_of_help_work(cli: CommandLine) -> None:
     begun = [arguments for arguments in examples if not any(a.startswith("resume=") for a in arguments)]
     assert len(begun) == len(examples) - 2
     counts = [len(cli.order(*arguments).experiments) for arguments in begun]
-    assert counts == [1, 64, 64, 16, 2, 4, 64, 1, 3, 1]
+    assert counts == [1, 64, 64, 16, 2, 4, 64, 1, 3, 64, 64, 1]
     del sys.modules["my_task"]
 
 
@@ -323,7 +323,7 @@ def test_what_hydra_refuses(cli: CommandLine, arguments: list[str], says: list[s
         (["sweep.nmae=x"], ["sweep.nmae='x': unknown key", "did you mean 'name'?"]),
         (["sweep.name=' '"], ["sweep.name=' ': must not be empty"]),
         (["search.name=gird"], ["search.name='gird': unknown search", "did you mean 'grid'?"]),
-        (["launcher.jobs=3"], ["launcher.jobs=3: unknown key"]),
+        (["launcher.jobs=3"], ["launcher.jobs=3: unknown key for launcher=process"]),
         (["trainer.device=gpu", "plan=perhaps"], ["trainer.device='gpu'", "plan='perhaps'"]),
         (["runs=''"], ["runs='': must name a folder"]),
         (["runs=/proc/nowhere"], ["runs='/proc/nowhere': the folder '/proc' cannot be written"]),

@@ -67,8 +67,8 @@ def test_tasks_have_their_defaults(option: str) -> None:
 
 
 def test_the_trainer_has_its_defaults() -> None:
-    # a list in the file, a tuple in the class, which cannot be changed
-    assert load("trainer/default.yaml") == {**vars(Trainer()), "show": []}
+    # a list in the file, a tuple in the class, which cannot be changed; `every` follows a smaller evaluate_every
+    assert load("trainer/default.yaml") == {**vars(Trainer()), "show": [], "every": None}
     assert Trainer().show == ()
 
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from coalesce.configuration.language import read_sweep
+from coalesce.configuration.launching import check_launcher
 from coalesce.configuration.options import Compose
 from coalesce.configuration.params import unique
 from coalesce.configuration.search import ANY, check_search
@@ -28,6 +29,7 @@ from coalesce.configuration.trainer import check_trainer
 from coalesce.configuration.values import MISSING, Kind, coerce
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import KEYS, Experiment
+from coalesce.launch.settings import LauncherSettings
 from coalesce.runner.plan import Trainer
 from coalesce.search.base import Search
 from coalesce.store.paths import check_root
@@ -38,8 +40,6 @@ OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs", "resume")
 SWEEP: dict[str, Any] = {"name": None, "params": {}, "zip": [], "limit": 10_000}
 #: The line with which a file sets keys outside of its group.
 GLOBAL = "# @package _global_"
-#: The options of the groups that only have a name so far.
-NAMED = {"launcher": ("local",)}
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Order:
         keys: the swept keys, dotted, in the sweep's order.
         search: what says which experiments are trained. To be told where it may keep records before it is asked.
         trainer: how they are run.
+        launcher: where.
         runs: the folder that run folders are made in.
         plan_only: print the plan and stop.
         yaml: the resolved configuration, for the run folder.
@@ -61,6 +62,7 @@ class Order:
     keys: tuple[str, ...]
     search: Search
     trainer: Trainer
+    launcher: LauncherSettings
     runs: Path
     plan_only: bool
     yaml: str
@@ -123,8 +125,11 @@ def read(
     plan_only, found = coerce("plan", whole.get("plan", False), Kind("bool"))
     problems += found
     runs = _runs(whole.get("runs", "runs"), plan_only or not anew, problems)
-    for group, names in NAMED.items():
-        problems += _named(group, whole.get(group, {"name": names[0]}), names)
+    launcher = LauncherSettings()
+    try:
+        launcher = check_launcher(_mapping("launcher", whole.get("launcher"), problems))
+    except ConfigError as error:
+        problems += error.problems
     checked: Trainer | None = None
     try:
         checked = check_trainer(_mapping("trainer", whole.get("trainer"), problems))
@@ -152,7 +157,7 @@ def read(
         settings=settings,
     )
     text = OmegaConf.to_yaml(OmegaConf.create(whole))
-    return Order(sweep["name"], keys, search, trainer, runs, plan_only, text, sources)
+    return Order(sweep["name"], keys, search, trainer, launcher, runs, plan_only, text, sources)
 
 
 def to_plain(node: Any, problems: list[Problem], key: str = "") -> Any:
@@ -268,18 +273,6 @@ def _sweep(value: Any, option: Any, problems: list[Problem]) -> dict[str, Any]:
         problems.append(Problem("sweep.name", name, "must not be empty", "text, or null: the name of the group option"))
     sweep["name"] = name
     return sweep
-
-
-def _named(group: str, value: Any, names: tuple[str, ...]) -> list[Problem]:
-    problems: list[Problem] = []
-    given = _mapping(group, value, problems)
-    for key, item in given.items():
-        if key != "name":
-            problems.append(Problem(f"{group}.{key}", item, f"unknown key for {group}", "name", nearest(key, ["name"])))
-    name = given.get("name", names[0])
-    if name not in names:
-        problems.append(Problem(f"{group}.name", name, f"unknown {group}", ", ".join(names), nearest(str(name), names)))
-    return problems
 
 
 def _lines(overrides: Any) -> list[str]:

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -15,11 +17,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from coalesce.configuration.command_line import NODES
 from coalesce.configuration.hydra import Order, read
+from coalesce.configuration.launching import check_launcher
 from coalesce.configuration.options import Compose, rule_defaults
-from coalesce.configuration.sources import File, Sources
+from coalesce.configuration.sources import File, Sources, files_of
 from coalesce.configuration.union import FREE, OWN
 from coalesce.errors import ConfigError, Problem, RunFolderError
 from coalesce.experiment import KEYS
+from coalesce.launch.settings import LauncherSettings
 from coalesce.runner.plan import Plan, Trainer
 from coalesce.store.resume import Reopened
 
@@ -29,6 +33,9 @@ STOPS = ("patience", "min_delta", "target")
 
 #: Overrides that say what to do, and belong to no configuration that is kept.
 _COMMANDS = ("resume", "plan")
+
+#: The group whose options say where a run is trained, so that one that goes on may have another.
+_WHERE = "launcher"
 
 
 def overrides_of(node: HydraConf) -> list[str]:
@@ -57,6 +64,11 @@ def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
     problems += _placed(back, _given(overrides), config)
     if problems:
         raise ConfigError(problems)
+    config[_WHERE] = _stored_launcher(back, config)
+    files = [File(back.paths.configuration.absolute(), "")]
+    for override in [override for override in parsed if _is_option(override)]:
+        parsed.remove(override)
+        config[_WHERE] = _option(str(override.value()), files)
     stops = {f"search.{name}": OmegaConf.select(config, f"search.{name}") for name in STOPS}
     try:
         ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
@@ -68,7 +80,7 @@ def read_resumed(back: Reopened, overrides: Sequence[str]) -> Order:
             problems.append(Problem(key, value, rule, OWN))
     if problems:
         raise ConfigError(problems)
-    sources = Sources(overrides, (), [File(back.paths.configuration.absolute(), "")])
+    sources = Sources(overrides, (_WHERE,), files)
     base: Any = {key: config.get(key) for key in KEYS if key in config}
     compose = _composed(back.plan, base, overrides)
     order = read(config, overrides, sources, compose, back.plan.name, anew=False)
@@ -102,10 +114,46 @@ def settings(back: Reopened, order: Order | None, overrides: Sequence[str]) -> T
     return dataclasses.replace(stored, **changed)
 
 
+def launcher_of(back: Reopened) -> LauncherSettings:
+    """Where a run was trained, for one that goes on without overrides.
+
+    Raises:
+        ConfigError: that cannot be done here.
+    """
+    config = OmegaConf.create(back.configuration)
+    stored = _stored_launcher(back, config) if isinstance(config, DictConfig) else {}
+    found: Any = OmegaConf.to_container(OmegaConf.create(stored), resolve=True)
+    return check_launcher(found)
+
+
+def _stored_launcher(back: Reopened, config: DictConfig) -> Any:
+    stored = config.get(_WHERE)
+    if stored is None or (dict(stored) == {"name": "local"} and not back.paths.jobs()):
+        # what is called "process" was called so when there was nothing else, and had no other key
+        return {"name": "process"}
+    return stored
+
+
+def _is_option(override: Override) -> bool:
+    """Whether an override chooses where the run goes on."""
+    return override.key_or_group == _WHERE and isinstance(override.value(), str) and not override.is_delete()
+
+
+def _option(name: str, files: list[File]) -> Any:
+    """An option of the group, ours or the user's; its interpolations are those of the run."""
+    node = HydraConfig.get()
+    try:
+        composed = hydra.compose(node.job.config_name, [f"{_WHERE}={name}"])
+    except HydraException as error:
+        raise ConfigError([Problem(_WHERE, name, str(error).splitlines()[0], source="command line")]) from None
+    files += [file for file in files_of(node) if file.package == _WHERE]
+    return OmegaConf.to_container(composed[_WHERE], resolve=False)
+
+
 def _groups(parsed: Sequence[Override]) -> Iterable[Problem]:
     for override in parsed:
         key, value = override.key_or_group, override.value()
-        if key in NODES and not isinstance(value, dict):
+        if key in NODES and not isinstance(value, dict) and not _is_option(override):
             rule = "a run that goes on keeps the options that it chose"
             valid = f"overrides of keys, such as {key}.<key>=...; or a run of its own"
             yield Problem(key, value, rule, valid, source="command line")
@@ -149,7 +197,7 @@ def _composed(plan: Plan, base: Mapping[str, Any], overrides: Sequence[str]) -> 
 
 def _check_search(order: Order, overrides: Sequence[str]) -> None:
     """Refuse more experiments where a search has decided about others by those that there were."""
-    changed = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] != "trainer"]
+    changed = [(key, value) for key, value in _given(overrides).items() if key.split(".")[0] not in ("trainer", _WHERE)]
     if changed and (order.search.replays or not order.search.lists):
         rule = "the run's search decides by what it has seen, so that its experiments cannot be changed afterwards"
         raise ConfigError([Problem(*changed[0], rule, OWN)])
