@@ -16,14 +16,32 @@ import pytest
 from cluster.slurm import Cluster, missing, temporary
 
 
+def _session(accounted: bool) -> Iterator[Cluster]:
+    reason = missing(accounted)
+    if reason is not None:
+        pytest.skip(reason)
+    with temporary(accounted) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def _cluster() -> Iterator[Cluster]:
     """One cluster for all tests."""
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with temporary() as cluster:
-        yield cluster
+    yield from _session(accounted=False)
+
+
+@pytest.fixture(scope="session")
+def _accounted() -> Iterator[Cluster]:
+    """One more, beside it, in which `sacct` works."""
+    yield from _session(accounted=True)
+
+
+def _lent(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    yield cluster
+    cluster.clear()
 
 
 @pytest.fixture
@@ -33,8 +51,10 @@ def slurm(_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluste
     Jobs get this process's environment, and so can import what stands in tests/: submitit pickles a function by name.
     What a test leaves running is killed when it ends.
     """
-    for name, value in _cluster.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
-    yield _cluster
-    _cluster.clear()
+    yield from _lent(_cluster, monkeypatch)
+
+
+@pytest.fixture
+def accounted_slurm(_accounted: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """The same with accounting: skipped where slurmdbd or MariaDB is missing."""
+    yield from _lent(_accounted, monkeypatch)

@@ -1,8 +1,6 @@
-#!/usr/bin/env python3
 """A Slurm of one node on this machine, for tests: Debian's munged, slurmctld and slurmd, all files in one folder.
 
-    python tests/cluster/slurm.py up FOLDER      # prints what to export: export SLURM_CONF=FOLDER/slurm.conf
-    python tests/cluster/slurm.py down FOLDER    # ends its jobs and daemons and removes FOLDER
+`python tests/cluster` brings one up by hand (__main__.py), the fixture `slurm` for a test (conftest.py).
 
 It needs root and Debian's packages `slurm-wlm` and `munge`. It reads and writes nothing under /etc, takes two free
 ports of 127.0.0.1, and several can stand side by side. What tests find there is named by the constants below.
@@ -10,7 +8,6 @@ ports of 127.0.0.1, and several can stand side by side. What tests find there is
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shlex
@@ -18,7 +15,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from cluster import accounting
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
@@ -67,7 +65,7 @@ MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU_Memory
 SlurmdParameters=config_overrides
@@ -93,14 +91,14 @@ class ClusterError(RuntimeError):
     """The cluster cannot be brought up or taken down, and why."""
 
 
-def missing() -> str | None:
-    """Why no cluster can be brought up here, or None if one can."""
+def missing(accounted: bool = False) -> str | None:
+    """Why no cluster (with accounting) can be brought up here, or None if one can."""
     if os.geteuid() != 0:
         return "slurmd and mknod need root"
     absent = [name for name in (*DAEMONS, *COMMANDS) if shutil.which(name) is None]
     if absent:
         return f"{', '.join(absent)} not found: apt-get install -y --no-install-recommends slurm-wlm munge"
-    return None
+    return accounting.missing() if accounted else None
 
 
 @dataclass(frozen=True)
@@ -209,12 +207,13 @@ class Cluster:
         )
 
 
-def up(folder: Path) -> Cluster:
+def up(folder: Path, accounted: bool = False) -> Cluster:
     """Bring a cluster up.
 
     Args:
         folder: Where all its files go: not there yet, or empty. Its path is at most 80 bytes long, since it names a
             socket, and holds nothing that Slurm's configuration reads otherwise (spaces, commas, brackets, ...).
+        accounted: Whether `sacct` works, through slurmdbd and a database.
 
     Returns:
         The cluster, its node idle.
@@ -222,7 +221,7 @@ def up(folder: Path) -> Cluster:
     Raises:
         ClusterError: It cannot be brought up. Nothing is left of it.
     """
-    reason = missing()
+    reason = missing(accounted)
     if reason is not None:
         raise ClusterError(reason)
     folder = folder.absolute()
@@ -232,15 +231,29 @@ def up(folder: Path) -> Cluster:
         raise ClusterError(f"{folder}: the path may have at most 80 letters, digits, '/', '.', '_' and '-'")
     cluster = Cluster(folder)
     try:
-        _write(folder)
-        _start(cluster)
+        ports = _ports()
+        _write(folder, ports, accounted)
+        _start(cluster, ports, accounted)
     except BaseException:
         _remove(folder)
         raise
     return cluster
 
 
-def _write(folder: Path) -> None:
+def _host() -> str:
+    return socket.gethostname().split(".")[0]
+
+
+def _ports() -> list[int]:
+    """Four free ports of 127.0.0.1: the controller's, the node's, slurmdbd's, the database's."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(4)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _write(folder: Path, ports: list[int], accounted: bool) -> None:
     """Write the configuration, the key and the devices."""
     # munged wants its socket where everybody may come to it
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -251,16 +264,13 @@ def _write(folder: Path) -> None:
     key.write_bytes(os.urandom(128))
     for index in range(GPUS):
         os.mknod(folder / f"dev/gpu{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        ports = first.getsockname()[1], second.getsockname()[1]
     (folder / "slurm.conf").write_text(
         CONFIGURATION.format(
             folder=folder,
-            host=socket.gethostname().split(".")[0],
+            host=_host(),
             controller_port=ports[0],
             node_port=ports[1],
+            accounting=accounting.CONFIGURATION.format(folder=folder, port=ports[2]) if accounted else accounting.NONE,
             node=NODE,
             cpus=CPUS,
             memory=MEMORY_MB,
@@ -270,11 +280,13 @@ def _write(folder: Path) -> None:
     (folder / "gres.conf").write_text(f"NodeName={NODE} Name=gpu File={folder}/dev/gpu[0-{GPUS - 1}]\n")
 
 
-def _start(cluster: Cluster) -> None:
+def _start(cluster: Cluster, ports: list[int], accounted: bool) -> None:
     """Start the daemons, and wait until the node is idle."""
     folder = cluster.folder
     munge = [f"--{name}={folder}/munge/{name}" for name in ("socket", "pid-file", "seed-file")]
     cluster.run("munged", "--force", f"--key-file={folder}/munge/key", f"--log-file={folder}/log/munged", *munge)
+    if accounted:
+        accounting.start(folder, _host(), ports[2], ports[3])
     cluster.run("slurmctld")
     cluster.run("slurmd", "-N", NODE)
     cluster.wait(lambda: cluster.node() == "idle", "the node is idle", 20)
@@ -294,6 +306,8 @@ def processes(folder: Path) -> list[psutil.Process]:
 def _is_daemon(process: psutil.Process, folder: Path) -> bool:
     if process.name() == "munged":
         return f"--socket={folder}/munge/socket" in process.cmdline()
+    if process.name() == "mariadbd":
+        return process.cwd() == str(folder / "db")
     # slurmstepd, which every step of a job has, writes its title over its environment
     return process.name().startswith("slurm") and process.cwd() == str(folder / "log")
 
@@ -342,31 +356,10 @@ def _remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def temporary() -> Iterator[Cluster]:
+def temporary(accounted: bool = False) -> Iterator[Cluster]:
     """A cluster in a temporary folder, taken down afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="coalesce-slurm-"))
     try:
-        yield up(folder)
+        yield up(folder, accounted)
     finally:
         down(folder)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("up", "down"))
-    parser.add_argument("folder", type=Path)
-    arguments = parser.parse_args()
-    try:
-        if arguments.what == "up":
-            for name, value in up(arguments.folder).environment.items():
-                print(f"export {name}={shlex.quote(value)}")
-        else:
-            down(arguments.folder)
-    except ClusterError as error:
-        print(f"slurm.py: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
