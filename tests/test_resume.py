@@ -94,7 +94,7 @@ class Command:
         """A run to which a signal is sent at a boundary; its folder."""
         told = after(at, lambda: os.kill(os.getpid(), getattr(signal, name)))
         code, out = self(*NET, *SEEDS, *arguments, told=told)
-        assert code == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}[name], out
+        assert code == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75, "SIGUSR2": 75}[name], out
         folder = self.latest()
         assert f"{name} has ended the run" in out
         assert f"To go on: python -m coalesce resume={folder.relative_to(self.folder)}" in out

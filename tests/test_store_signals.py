@@ -91,7 +91,7 @@ def test_a_signal_ends_the_run_at_the_next_boundary(name: str, minutes: float | 
     with pytest.raises(Interrupted, match=name) as interrupted:
         writing.snapshot(take)
     assert isinstance(interrupted.value, KeyboardInterrupt)
-    assert interrupted.value.code == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}[name]
+    assert interrupted.value.code == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75, "SIGUSR2": 75}[name]
     writing.closed(interrupted.value)
     back = Snapshots(RunPaths(tmp_path)).newest()
     assert back is not None

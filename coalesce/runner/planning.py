@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,19 @@ from coalesce.runner.width import LEAST_WIDTH, Room, estimate, fitting, is_near,
 from coalesce.search.base import Search
 
 
+@dataclass(frozen=True)
+class Place:
+    """What a job must know of a cohort of which it trains a part.
+
+    Args:
+        index: the cohort's number in the whole run.
+        lanes: what its graph has at the most, in each of its jobs: one width, whatever a job's share is.
+    """
+
+    index: int
+    lanes: int
+
+
 def make_plan(
     name: str,
     keys: Sequence[str],
@@ -29,6 +42,10 @@ def make_plan(
     count: int | None = None,
     decided: Iterable[PlannedCohort] = (),
     together: bool = False,
+    *,
+    places: Mapping[str, Place] | None = None,
+    elsewhere: bool = False,
+    beside: int = 1,
 ) -> Plan:
     """Group experiments into cohorts and rehearse each one: build its model, load its data, take one eager step, and
     trace the step once for every kind of cohort, so that what cannot be traced is known before anything is written.
@@ -45,6 +62,10 @@ def make_plan(
             differ, and how many it will ask for.
         decided: cohorts of an earlier plan of this run. What was decided for them (width, pieces, lowerings) is obeyed.
         together: the lanes of all cohorts are there at once, and share the memory evenly.
+        places: of a job, whose experiments are a part of a run's: `Cohort.shape` → the cohort's place in the whole.
+        elsewhere: the plan is made to be shared out: nothing is measured on this machine, which is not the one that
+            will train, and its devices are not asked for.
+        beside: processes that share the device's memory, this one included.
 
     Raises:
         ConfigError: problems of all cohorts together; or there is not the memory for one lane.
@@ -52,7 +73,8 @@ def make_plan(
     """
     experiments = tuple(experiments)
     problems: dict[Problem, None] = {}
-    trainer, found = _resolve(trainer)
+    asked = trainer
+    trainer, found = (replace(trainer, device="cpu"), []) if elsewhere else _resolve(trainer)
     problems |= dict.fromkeys(found)
     templates: list[Template] = []
     failed: dict[str, str] = {}
@@ -80,18 +102,34 @@ def make_plan(
     if trainer.stack:
         _check_traces(templates)
     before = {c.cohort.shape: c for c in decided}
-    room = Room.of(trainer, len(templates) if together else 1)
+    room = Room.of(trainer, beside * (len(templates) if together else 1))
     planned = []
     for template in templates:
+        shape = template.cohort.shape
+        if elsewhere:
+            planned.append(_unmeasured(template, trainer, count))
+            continue
         try:
-            planned.append(plan_cohort(template, trainer, room, count, before.get(template.cohort.shape)))
+            lanes = places[shape].lanes if places else count
+            planned.append(plan_cohort(template, trainer, room, lanes, before.get(shape)))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise ConfigError(problems)
     planned += [PlannedCohort(cohort, 0, 0, 0, 0, 0) for cohort in out]
+    if places:
+        planned = [replace(c, cohort=replace(c.cohort, index=places[c.cohort.shape].index)) for c in planned]
     planned.sort(key=lambda c: c.cohort.index)
+    trainer = replace(trainer, device=asked.device) if elsewhere else trainer
     return Plan(name, tuple(keys), experiments, tuple(planned), trainer, failed, count or 0)
+
+
+def _unmeasured(template: Template, trainer: Trainer, count: int | None) -> PlannedCohort:
+    """A cohort as far as it can be planned on another machine than the one that will train it."""
+    width = widest(count or len(template.cohort.experiments), trainer)
+    parameters = sum(p.numel() for p in template.model.parameters())
+    footprint = estimate(template, trainer)
+    return PlannedCohort(template.cohort, width, parameters, footprint.per_lane, footprint.shared, template=template)
 
 
 def plan_search(
@@ -101,13 +139,13 @@ def plan_search(
     rides: Rides,
     trainer: Trainer,
     decided: Iterable[PlannedCohort] = (),
+    *,
+    elsewhere: bool = False,
 ) -> Plan:
     """`make_plan` of what a search will ask for."""
-    known = search.known()
-    if search.lists:
-        return make_plan(name, keys, known, rides, trainer, decided=decided, together=search.asks_again)
-    some = known, search.count, decided, search.asks_again
-    return make_plan(name, keys, (), rides, trainer, *some)
+    experiments, probes, count = (search.known(), (), None) if search.lists else ((), search.known(), search.count)
+    some = probes, count, decided, search.asks_again
+    return make_plan(name, keys, experiments, rides, trainer, *some, elsewhere=elsewhere)
 
 
 #: Experiments of a cohort that are tried before the cohort is given up.

@@ -74,6 +74,26 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def write_json_first(path: Path, value: Any) -> bool:
+    """Write as ``write_json`` does, unless the file is there: of several processes that write it at once, on whatever
+    machines, one does.
+
+    Returns:
+        Whether it was this one.
+    """
+    temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}.tmp"
+    try:
+        write_json(temporary, value)
+        # unlike a rename, a second name is refused where there is one; on shared file systems as well
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+    return True
+
+
 def read_json(path: Path) -> Any:
     """Read what ``write_json`` wrote."""
     return json.loads(path.read_bytes())

@@ -164,6 +164,11 @@ class RunPaths:
         return self.jobs_folder / f"{name}-{self.job}.{suffix}"
 
     @property
+    def journal(self) -> Path:
+        """Optuna's study, where several jobs share it."""
+        return self.folder / "study.journal"
+
+    @property
     def lock(self) -> Path:
         """Held by the process that writes here."""
         return self.folder / ".lock"

@@ -25,23 +25,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "name": plan.name,
         "keys": list(plan.keys),
         "trainer": dataclasses.asdict(plan.trainer),
-        "cohorts": [
-            {
-                "index": c.cohort.index,
-                "width": c.width,
-                "pieces": list(c.pieces),
-                "checkpoint": list(c.checkpoint),
-                "convolutions": dict(c.lowerings),
-                "parameters": c.parameters,
-                "bytes_per_lane": c.bytes_per_lane,
-                "bytes_shared": c.bytes_shared,
-                "bytes_free": c.bytes_free,
-                "riding": list(c.cohort.riding),
-                "shape": c.cohort.shape,
-                "experiments": [experiment.id for experiment in c.cohort.experiments],
-            }
-            for c in plan.cohorts
-        ],
+        "cohorts": [cohort_json(cohort) for cohort in plan.cohorts],
         "failed": dict(plan.failed),
         "experiments": [
             {
@@ -54,6 +38,44 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             for experiment in plan.experiments
         ],
     }
+
+
+def cohort_json(planned: PlannedCohort) -> dict[str, Any]:
+    """A planned cohort as it stands in a plan."""
+    return {
+        "index": planned.cohort.index,
+        "width": planned.width,
+        "pieces": list(planned.pieces),
+        "checkpoint": list(planned.checkpoint),
+        "convolutions": dict(planned.lowerings),
+        "parameters": planned.parameters,
+        "bytes_per_lane": planned.bytes_per_lane,
+        "bytes_shared": planned.bytes_shared,
+        "bytes_free": planned.bytes_free,
+        "riding": list(planned.cohort.riding),
+        "shape": planned.cohort.shape,
+        "experiments": [experiment.id for experiment in planned.cohort.experiments],
+    }
+
+
+def cohort_from_json(data: Mapping[str, Any], experiments: Mapping[str, Experiment]) -> PlannedCohort:
+    """What `cohort_json` wrote.
+
+    Args:
+        experiments: by their ids.
+    """
+    members = tuple(experiments[name] for name in data["experiments"])
+    return PlannedCohort(
+        Cohort(data["index"], members, tuple(data["riding"]), data.get("shape", "")),
+        width=data["width"],
+        parameters=data["parameters"],
+        bytes_per_lane=data["bytes_per_lane"],
+        bytes_shared=data["bytes_shared"],
+        bytes_free=data.get("bytes_free"),
+        pieces=tuple(data["pieces"]),
+        checkpoint=tuple(data["checkpoint"]),
+        lowerings=dict(data["convolutions"]),
+    )
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
@@ -70,25 +92,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
             f"the plan's trainer.{unknown[0]} is nothing that this version of coalesce knows: resume the run with the "
             "version that wrote it"
         )
-    cohorts = tuple(
-        PlannedCohort(
-            Cohort(
-                c["index"],
-                tuple(experiments[name] for name in c["experiments"]),
-                tuple(c["riding"]),
-                c.get("shape", ""),
-            ),
-            width=c["width"],
-            parameters=c["parameters"],
-            bytes_per_lane=c["bytes_per_lane"],
-            bytes_shared=c["bytes_shared"],
-            bytes_free=c.get("bytes_free"),
-            pieces=tuple(c["pieces"]),
-            checkpoint=tuple(c["checkpoint"]),
-            lowerings=dict(c["convolutions"]),
-        )
-        for c in data["cohorts"]
-    )
+    cohorts = tuple(cohort_from_json(c, experiments) for c in data["cohorts"])
     trainer = Trainer(**{name: tuples(value) for name, value in data["trainer"].items()})
     failed = data.get("failed", {})
     return Plan(data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer, failed)

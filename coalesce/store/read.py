@@ -106,7 +106,7 @@ def _best(paths: RunPaths, plan: Mapping[str, Any]) -> str:
     return str(best["experiment"])
 
 
-def assemble_results(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
+def assemble_results(paths: RunPaths, plan: Mapping[str, Any]) -> pd.DataFrame:
     """The results from their parts and the values in the plan."""
     raw = _raw(paths)
     values = {entry["id"]: entry["values"] for entry in plan["experiments"]}
@@ -152,7 +152,7 @@ def _raw(paths: RunPaths) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else raw_frame([])
 
 
-def assemble_history(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
+def assemble_history(paths: RunPaths, plan: Mapping[str, Any]) -> pd.DataFrame:
     """The history from its parts."""
     parts = [read_parquet(part) for part in paths.metric_parts()]
     history = pd.concat(parts, ignore_index=True) if parts else history_frame([])
@@ -160,10 +160,23 @@ def assemble_history(paths: RunPaths, plan: dict[str, Any]) -> pd.DataFrame:
 
 
 def open_run(folder: str | os.PathLike[str]) -> tuple[RunPaths, dict[str, Any]]:
+    """A run folder and its plan, as `plan_json` makes it; with what a search has asked for in each of its jobs.
+
+    Raises:
+        FileNotFoundError: it is no run folder.
+    """
     paths = RunPaths(folder)
     if not paths.plan.is_file():
         raise FileNotFoundError(_no_run_folder(paths))
-    return paths, read_json(paths.plan)
+    plan = read_json(paths.plan)
+    known = {entry["id"] for entry in plan["experiments"]}
+    for job in paths.jobs():
+        own = RunPaths(folder, job).plan
+        if own.is_file():
+            more = [entry for entry in read_json(own)["experiments"] if entry["id"] not in known]
+            plan["experiments"] += more
+            known |= {entry["id"] for entry in more}
+    return paths, plan
 
 
 def _no_run_folder(paths: RunPaths) -> str:

@@ -9,6 +9,7 @@ from coalesce.errors import RunFolderError
 from coalesce.runner.listener import Result
 from coalesce.runner.plan import Plan
 from coalesce.runner.snapshot import Snapshot
+from coalesce.store.files import read_json
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_from_json
 from coalesce.store.read import ended, open_run
@@ -45,12 +46,15 @@ def reopen(paths: RunPaths) -> Reopened:
     """Read a run folder to go on there. Whoever writes afterwards holds its lock already. No code is run here; the run
     that goes on imports the task that the plan names: it is for folders that one trusts.
 
+    Args:
+        paths: the folder; or a job's own part of it, if that has begun before.
+
     Raises:
         FileNotFoundError: it is no run folder.
         RunFolderError: its plan or its snapshot is damaged, or of another version.
     """
     try:
-        _, stored = open_run(paths.folder)
+        stored = open_run(paths.folder)[1] if paths.job is None else read_json(paths.plan)
         plan = plan_from_json(stored)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise RunFolderError(

@@ -9,9 +9,11 @@ from bdb import BdbQuit
 from types import FrameType
 from typing import Any
 
-#: The signals, and the exit code of a run that one of them has ended. SIGUSR1 is what a cluster sends before a job's
-#: time is up (`sbatch --signal=USR1@60`); its code, EX_TEMPFAIL of sysexits.h, asks for the job to be queued again.
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
+#: The signals, and the exit code of a run that one of them has ended. SIGUSR1 and SIGUSR2 are what a cluster sends
+#: before a job's time is up (`sbatch --signal=USR1@60`); their code, EX_TEMPFAIL of sysexits.h, asks for the job to be
+#: queued again.
+AGAIN = 75
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": AGAIN, "SIGUSR2": AGAIN}
 
 _SAVING = b"\ncoalesce: saving at the next boundary; Ctrl-C once more ends at once\n"
 

@@ -17,14 +17,14 @@ from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
 from coalesce.runner.snapshot import Snapshot
 from coalesce.store.environment import environment
-from coalesce.store.files import write_csv, write_json, write_parquet, write_safetensors, write_text
+from coalesce.store.files import write_json, write_parquet, write_safetensors, write_text
 from coalesce.store.frames import Row, history_frame, raw_frame
 from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
-from coalesce.store.read import assemble_history, assemble_results
 from coalesce.store.signals import Interrupted, Signals, ended_by
 from coalesce.store.snapshots import Snapshots
+from coalesce.store.tables import remove_tables, write_tables
 
 logger = logging.getLogger("coalesce")
 
@@ -36,9 +36,10 @@ class RunWriter(Listener):
     disk every few seconds, and always before the result of the experiment that they belong to. Parts are never
     rewritten; a writer on a folder that has parts goes on behind them.
 
-    The folder is locked from `started` to `closed`. Every ``trainer.snapshot_minutes`` the lanes are snapshotted. So
-    they are when SIGINT, SIGTERM or SIGUSR1 came, which ends the run at the next host boundary by `Interrupted`; while
-    graphs are compiled there is nothing to save, and it ends at once.
+    The folder is locked from `started` to `closed`; of several jobs each writes files of its own (`RunPaths.job`), and
+    leaves the summing up to whoever started them. Every ``trainer.snapshot_minutes`` the lanes are snapshotted. So
+    they are when one of the signals of `EXIT_CODES` came, which ends the run at the next host boundary by
+    `Interrupted`; while graphs are compiled there is nothing to save, and it ends at once.
 
     Args:
         paths: the run folder; `RunPaths.create` makes a new one.
@@ -74,6 +75,7 @@ class RunWriter(Listener):
         self._rows_since = 0.0
         self._results: list[Result] = []
         self._results_since = 0.0
+        self._ended: set[str] = set()
         self._next_part = {"metrics": 0, "results": 0}
         self._handler: logging.Handler | None = None
         self._level = logging.NOTSET
@@ -84,9 +86,15 @@ class RunWriter(Listener):
         self._snapshot_every_s: float | None = None
         self._snapshot_at = 0.0
 
+    @property
+    def _alone(self) -> bool:
+        """Whether no other process writes the folder. Several jobs do, each its own files, and need no lock."""
+        return self.paths.job is None
+
     def started(self, plan: Plan) -> None:
-        self._lock.acquire()
-        self._locked = True
+        if self._alone:
+            self._lock.acquire()
+            self._locked = True
         # from here on a signal waits: nothing of the folder is left half made
         self._signals.install()
         with self._writing():
@@ -99,9 +107,8 @@ class RunWriter(Listener):
             left.unlink(missing_ok=True)
         for folder in (self.paths.metric_part(0).parent, self.paths.result_part(0).parent):
             folder.mkdir(parents=True, exist_ok=True)
-        # what an earlier process summed up is out of date from now on; `load` assembles the parts meanwhile
-        for table in (self.paths.results, self.paths.results_csv, self.paths.history):
-            table.unlink(missing_ok=True)
+        if self._alone:
+            remove_tables(self.paths)
         self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
         self._open_log()
         for path, why in self._snapshots.damaged.items():
@@ -110,7 +117,8 @@ class RunWriter(Listener):
         self._snapshot_every_s = None if minutes is None else 60 * minutes
         self._snapshot_at = self.clock()
         self._plan = plan_json(plan)
-        write_text(self.paths.configuration, self.configuration)
+        if self._alone:
+            write_text(self.paths.configuration, self.configuration)
         write_json(self.paths.environment, environment(plan.trainer.device))
         write_json(self.paths.plan, self._plan)
         logger.info(
@@ -164,6 +172,7 @@ class RunWriter(Listener):
                     write_safetensors(self.paths.weights(result.experiment.id, which), weights)
         if not self._results:
             self._results_since = self.clock()
+        self._ended.add(result.experiment.id)
         self._results.append(dataclasses.replace(result, weights=None, best_weights=None))
         self._flush_if_due()
 
@@ -209,17 +218,15 @@ class RunWriter(Listener):
         try:
             with self._writing():
                 self.flush()
-                results = assemble_results(self.paths, plan)
-                write_parquet(self.paths.history, assemble_history(self.paths, plan))
-                write_csv(self.paths.results_csv, results)
-                write_parquet(self.paths.results, results)
+                # of a job: whoever started the jobs sums up
+                ended = write_tables(self.paths, plan) if self._alone else len(self._ended)
         except RunFolderError as late:
             if error is None:
                 raise
             # the first failure is the one to tell; this one often follows from it
             logger.error("not summed up: %s", late)
             return
-        logger.info("closed: %d of %d experiments ended", len(results), len(plan["experiments"]))
+        logger.info("closed: %d of %d experiments ended", ended, len(plan["experiments"]))
 
     def _end_if_asked(self) -> None:
         if self._signals.seen is not None:

@@ -1,0 +1,158 @@
+"""Watching jobs until each has ended, and starting those again that died."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from coalesce.launch.base import Launcher, Look, Work
+from coalesce.store.jobs import JobRecord, Standing, read_standing, write_record
+from coalesce.store.paths import RunPaths
+
+#: Looks in a row that must find a job gone before it counts as dead: what it wrote last may take a while to be seen
+#: on a shared file system.
+LOOKS = 3
+
+
+@dataclass(frozen=True)
+class JobView:
+    """All that is known of a job.
+
+    Args:
+        record: how it was submitted.
+        standing: what it wrote last; None: nothing yet.
+        look: what its launcher says.
+    """
+
+    record: JobRecord
+    standing: Standing | None
+    look: Look
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Args:
+        record: as it was submitted last.
+        status: "ended": all that it had to do is done; "interrupted": it was cancelled, and can go on; "broke": an
+            error of the task or of the run; "died": its process ended without a word, as often as was tried.
+        message: why, for whoever reads the results.
+    """
+
+    record: JobRecord
+    status: str
+    message: str = ""
+
+
+#: Does something for each job that is started: makes its record.
+Recorded = Callable[[Work, str, str, int], JobRecord]
+
+
+def watch(
+    paths: RunPaths,
+    launcher: Launcher,
+    works: Mapping[int, Work],
+    records: Iterable[JobRecord],
+    retries: int,
+    show: Callable[[Sequence[JobView]], None],
+    poll_s: float,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Outcome]:
+    """Look at jobs until each has ended. One that died is started again.
+
+    Args:
+        paths: the run folder.
+        launcher: that started them.
+        works: number → what the job does.
+        records: how they were submitted.
+        retries: how often each may be started again.
+        show: told what is known of all jobs, after every look.
+        poll_s: seconds between two looks.
+        sleep: waits, for tests.
+
+    Returns:
+        How each ended, by its number.
+
+    Raises:
+        LaunchError: one cannot be started again.
+    """
+    jobs = {record.number: record for record in records}
+    outcomes: dict[int, Outcome] = {}
+    missed = dict.fromkeys(jobs, 0)
+    while True:
+        open_ids = [record.id for number, record in jobs.items() if number not in outcomes]
+        looks = launcher.look(open_ids)
+        views = []
+        for number, record in sorted(jobs.items()):
+            # after the look: a job that was gone by then has written all that it will
+            standing = standing_of(paths, record)
+            look = looks.get(record.id, Look("gone"))
+            views.append(JobView(record, standing, look))
+            if number in outcomes:
+                continue
+            missed[number] = missed[number] + 1 if look.state == "gone" else 0
+            outcome = _outcome(views[-1], missed[number])
+            if outcome is None:
+                continue
+            if outcome.status == "died" and record.attempt < retries:
+                jobs[number] = again(paths, launcher, works[number], record)
+                missed[number] = 0
+            else:
+                outcomes[number] = outcome
+        show(views)
+        if len(outcomes) == len(jobs):
+            return [outcomes[number] for number in sorted(outcomes)]
+        sleep(poll_s)
+
+
+def again(paths: RunPaths, launcher: Launcher, work: Work, record: JobRecord) -> JobRecord:
+    """Start a job again.
+
+    Raises:
+        LaunchError: it cannot be.
+    """
+    (submitted,) = launcher.submit([work], paths.submissions)
+    fresh = JobRecord(
+        number=record.number,
+        launcher=launcher.name,
+        id=submitted.id,
+        attempt=record.attempt + 1,
+        experiments=record.experiments,
+        count=record.count,
+        steps=record.steps,
+        submitted=time.time(),
+        log=submitted.log,
+    )
+    write_record(paths, fresh)
+    return fresh
+
+
+def standing_of(paths: RunPaths, record: JobRecord) -> Standing | None:
+    """What a job wrote last, if it was this attempt of it."""
+    standing = read_standing(RunPaths(paths.folder, record.number))
+    return standing if standing is not None and standing.id == record.id else None
+
+
+def _outcome(view: JobView, missed: int) -> Outcome | None:
+    """How a job ended, if it has.
+
+    Args:
+        missed: looks in a row that found it gone.
+    """
+    record, standing, look = view.record, view.standing, view.look
+    if standing is not None and standing.state in ("ended", "broke"):
+        return Outcome(record, standing.state, standing.message)
+    if missed < LOOKS:
+        return None
+    log = f"; what it printed: {record.log}" if record.log else ""
+    if look.cancelled:
+        return Outcome(record, "interrupted", f"job {record.number} ({record.id}) was cancelled")
+    if standing is not None and standing.state == "interrupted" and not look.reason:
+        # nobody knows more than that it was told to end
+        return Outcome(record, "interrupted", f"job {record.number} ({record.id}): {standing.message}")
+    why = look.reason or "its process is gone"
+    if standing is None:
+        why += "; it has written nothing into the run folder, which its node must see"
+    return Outcome(record, "died", f"job {record.number} ({record.id}) died: {why}{log}")
