@@ -12,11 +12,12 @@ from coalesce.configuration.search import ANY, check_search
 from coalesce.configuration.union import united, unlike
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment
-from coalesce.runner.listener import Latest
+from coalesce.runner.listener import Latest, Listener
 from coalesce.runner.plan import PlannedCohort, Trainer
 from coalesce.runner.planning import make_plan, plan_search
 from coalesce.runner.run import Begun, run
 from coalesce.search.base import Search
+from coalesce.store.beat import Beat
 from coalesce.store.frames import results_frame
 from coalesce.store.lock import RunLock
 from coalesce.store.paths import RunPaths
@@ -136,7 +137,8 @@ def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer
         plan = make_plan(name, keys, experiments, rides, how, probes, count, decided, search.asks_again)
         search.keep(paths.study, name)
         latest = Latest(plan)
-        run(plan, [RunWriter(paths, lock=lock, snapshots=snapshots), latest], search=search, begun=begun, rides=rides)
+        listeners: list[Listener] = [RunWriter(paths, lock=lock, snapshots=snapshots), Beat(paths), latest]
+        run(plan, listeners, search=search, begun=begun, rides=rides)
         frame = load(paths.folder)
     wanted = [experiment.id for experiment in (asked if search.lists else latest.plan.experiments)]
     # in the order of what was asked for

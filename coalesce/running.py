@@ -19,6 +19,7 @@ from coalesce.report.summary import print_summary
 from coalesce.runner.planning import make_plan, plan_search
 from coalesce.runner.run import Begun, run
 from coalesce.search.base import Listed, Search
+from coalesce.store.beat import Beat
 from coalesce.store.lock import RunLock
 from coalesce.store.merge import find_runs
 from coalesce.store.paths import RunPaths
@@ -145,7 +146,7 @@ def _planning(trainer: Trainer, console: Console) -> AbstractContextManager[obje
 def _train(plan: Plan, paths: RunPaths, search: Search, writer: RunWriter, console: Console, begun: Begun) -> int:
     try:
         search.keep(paths.study, f"{plan.name}/{paths.folder.absolute().name}")
-        run(plan, [writer, ProgressView(console)], search=search, begun=begun, rides=rides)
+        run(plan, [writer, Beat(paths), ProgressView(console)], search=search, begun=begun, rides=rides)
     except BaseException:
         # an interrupt, or the task's own code
         print(

@@ -58,7 +58,7 @@ def test_a_task_in_an_empty_folder_compiled(folder: Folder) -> None:
     frame = coalesce.load(run)
     top = {"runs", "runs/my_sweep", str(run.relative_to(folder.path))}
     names = ["config.yaml", "environment.json", "history.parquet", "log.txt", "metrics", "plan.json", "results"]
-    names += ["results.csv", "results.parquet", "results/part-00000.parquet", "weights"]
+    names += ["results.csv", "results.parquet", "results/part-00000.parquet", "standing.json", "weights"]
     names += [f"weights/{name}.safetensors" for name in frame["experiment"]]
     inside = {str((run / name).relative_to(folder.path)) for name in names}
     assert {f for f in folder.files() if "/metrics/" not in f} == top | inside

@@ -185,7 +185,7 @@ def test_the_speed_is_that_of_the_last_while() -> None:
     for second in range(1, 101):
         steps = second * 1000 if second <= 50 else 50_000 + (second - 50) * 10
         showing.advanced(progress(steps=steps, total_steps=10**6, training_s=float(second)))
-    assert showing._speed() == pytest.approx(10.0)
+    assert showing._speed.per_second == pytest.approx(10.0)
 
 
 def test_a_run_that_goes_on_counts_what_had_ended_and_only_its_own_speed() -> None:

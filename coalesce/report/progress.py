@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -19,9 +19,7 @@ from coalesce.report.fitting import telling
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
 from coalesce.store.signals import ended_by
-
-#: Seconds of training over which the speed is averaged.
-WINDOW_S = 20.0
+from coalesce.store.speed import Speed
 
 #: Failures that are told one by one when they happen.
 TOLD = 5
@@ -51,7 +49,7 @@ class ProgressView(Listener):
         self._began = 0.0
         self._statuses: Counter[str] = Counter()
         self._failed_before = 0
-        self._speeds: deque[tuple[float, int]] = deque()
+        self._speed = Speed()
         self._printed = (0.0, 0.0)
         self._spinner = Spinner("dots")
 
@@ -105,16 +103,14 @@ class ProgressView(Listener):
     def advanced(self, progress: Progress) -> None:
         self._compiling = None
         self._progress = progress
-        self._speeds.append((progress.training_s, progress.steps))
-        while len(self._speeds) > 2 and progress.training_s - self._speeds[1][0] >= WINDOW_S:
-            self._speeds.popleft()
+        self._speed.add(progress)
         if self._live is None:
             now, done = self.clock(), progress.steps / max(progress.total_steps, 1)
             # a fiftieth of the time that has passed: a run of days is no log of ten thousand lines
             interval = max(10.0, (now - self._began) / 50)
             if done - self._printed[1] >= 0.1 or done == 1.0 or now - self._printed[0] >= interval:
                 self._printed = (now, done)
-                self._say(_line(progress, self._speed(), self._statuses, self._keys))
+                self._say(_line(progress, self._speed.per_second, self._statuses, self._keys))
 
     def closed(self, error: BaseException | None) -> None:
         if self._live is not None:
@@ -134,16 +130,6 @@ class ProgressView(Listener):
     def _say(self, line: str) -> None:
         text.say(self.console, line)
 
-    def _speed(self) -> float:
-        """Experiment-steps per second of training, over the last while."""
-        if not self._speeds:
-            return 0.0
-        (first_s, first), (last_s, last) = self._speeds[0], self._speeds[-1]
-        if len(self._speeds) == 1 or last_s <= first_s:
-            before = self._progress.before if self._progress is not None else 0
-            return (last - before) / last_s if last_s > 0 else 0.0
-        return (last - first) / (last_s - first_s)
-
     def _render(self) -> RenderableType:
         progress, plan = self._progress, self._plan
         bar = Table.grid(padding=(0, 1), expand=True)
@@ -152,7 +138,7 @@ class ProgressView(Listener):
         bar.add_column(no_wrap=True, justify="right")
         cohort, cohorts = (progress.cohort + 1, progress.cohorts) if progress else (1, len(plan.cohorts) if plan else 1)
         done, total = (progress.steps, max(progress.total_steps, 1)) if progress else (0, 1)
-        left = _left(progress, self._speed()) if progress else ""
+        left = _left(progress, self._speed.per_second) if progress else ""
         bar.add_row(f"cohort {cohort}/{cohorts}", ProgressBar(total, done), f"{done / total:4.0%} {left}".rstrip())
         lines: list[RenderableType] = [bar]
         compiling = self._compiling
@@ -162,7 +148,7 @@ class ProgressView(Listener):
             lines.append(self._spinner)
         if progress is not None:
             if compiling is None:
-                facts = " · ".join(_facts(progress, self._speed(), self._statuses))
+                facts = " · ".join(_facts(progress, self._speed.per_second, self._statuses))
                 lines.append(Text(facts, overflow="fold"))
             lines.append(Text(_best(progress, self._keys), no_wrap=True, overflow="ellipsis"))
         return Group(*lines)

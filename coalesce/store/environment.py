@@ -21,7 +21,6 @@ def environment(device: str) -> dict[str, Any]:
     Args:
         device: the resolved device: "cpu", "cuda", "cuda:1".
     """
-    on_gpu = device.startswith("cuda") and torch.cuda.is_available()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -32,12 +31,18 @@ def environment(device: str) -> dict[str, Any]:
         "machine": platform.machine(),
         "cpu_count": os.cpu_count(),
         "device": device,
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "device_name": device_name(device),
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
         "command": sys.argv,
         "git": commit(),
     }
+
+
+def device_name(device: str) -> str:
+    """What a device is called: "NVIDIA H200", "x86_64"."""
+    on_gpu = device.startswith("cuda") and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine()
 
 
 def version(package: str) -> str | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @contextmanager
-def atomic(path: Path, name: Callable[[Path], Path] | None = None) -> Iterator[Path]:
+def atomic(path: Path, name: Callable[[Path], Path] | None = None, durable: bool = True) -> Iterator[Path]:
     """Give a temporary path beside ``path``; what the block writes there becomes ``path``, on disk, at its end.
 
     If the block raises, the temporary file goes and ``path`` is as it was. A process that dies in the block leaves
@@ -33,6 +33,7 @@ def atomic(path: Path, name: Callable[[Path], Path] | None = None) -> Iterator[P
     Args:
         path: the file.
         name: the written temporary file → the path that it is to have instead, in the same folder.
+        durable: wait until it is on disk. Without that a power cut may leave an empty file.
 
     Raises:
         OSError: the folder is missing, or the disk is full.
@@ -41,13 +42,15 @@ def atomic(path: Path, name: Callable[[Path], Path] | None = None) -> Iterator[P
     temporary = path.parent / f".{path.name[:100]}.{uuid.uuid4().hex}.tmp"
     try:
         yield temporary
-        _sync(temporary)
+        if durable:
+            _sync(temporary)
         os.replace(temporary, path if name is None else name(temporary))
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     # the rename itself is safe only once the folder's own entry is on disk
-    _sync(path.parent)
+    if durable:
+        _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
@@ -58,20 +61,20 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write ``data``."""
-    with atomic(path) as temporary:
+def write_bytes(path: Path, data: bytes, durable: bool = True) -> None:
+    """Write ``data``; see `atomic`."""
+    with atomic(path, durable=durable) as temporary:
         temporary.write_bytes(data)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8."""
-    write_bytes(path, text.encode())
+def write_text(path: Path, text: str, durable: bool = True) -> None:
+    """Write ``text`` as UTF-8; see `atomic`."""
+    write_bytes(path, text.encode(), durable)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a value of dictionaries, lists, text, numbers, booleans and None."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, durable: bool = True) -> None:
+    """Write a value of dictionaries, lists, text, numbers, booleans and None; see `atomic`."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable)
 
 
 def write_json_first(path: Path, value: Any) -> bool:

@@ -14,6 +14,8 @@ from coalesce.store.paths import RunPaths
 #: What a job may be doing. Of "ended" there is nothing left to do; "interrupted" by a signal, it is saved and goes on
 #: when it is started again; "broke": an error has ended it.
 STATES = ("planning", "compiling", "training", "ended", "interrupted", "broke")
+#: Those of a process that is no more.
+OVER = ("ended", "interrupted", "broke")
 
 T = TypeVar("T")
 
@@ -93,8 +95,8 @@ def write_record(paths: RunPaths, record: JobRecord) -> None:
 
 
 def write_standing(paths: RunPaths, standing: Standing) -> None:
-    """Keep where the job stands whose paths these are."""
-    write_json(paths.standing, dataclasses.asdict(standing))
+    """Keep where the job stands whose paths these are. The next one comes in seconds: a disk is not waited for."""
+    write_json(paths.standing, dataclasses.asdict(standing), durable=False)
 
 
 def read_records(paths: RunPaths) -> list[JobRecord]:
