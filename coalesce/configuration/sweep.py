@@ -149,6 +149,8 @@ def make_search(
         found += check_beside(settings, trainer, experiments, space, rides)
     if found:
         raise ConfigError(_once(found, written, source, space.intervals))
+    if settings.name == "optuna":
+        make.compose(lists, zips)
     alike = _without_duplicates(experiments) if settings.name != "optuna" else experiments
     return build(settings, trainer, alike, space, make.experiment, rides), keys
 
@@ -218,6 +220,18 @@ class _Members:
         }
         return Experiment(resolved, values, introduced)
 
+    def compose(self, values: Mapping[str, Sequence[Any]], zips: Sequence[Sequence[str]]) -> None:
+        """Compose every base that a member may need, so that later members need no composer: a job in another process
+        has none."""
+        before = list(self.problems)
+        groups = {key: given for key, given in values.items() if key in GROUPS}
+        for chosen in Grid(groups, [[key for key in axis if key in groups] for axis in zips]):
+            self._based_on(chosen)
+        self.problems = before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compose": _not_composed}
+
     def tried(self, member: Mapping[str, Any]) -> Experiment | None:
         """The same for one that nobody asked for: what is wrong with it does not count."""
         before = list(self.problems)
@@ -247,6 +261,10 @@ class _Members:
                 self.problems += error.problems
                 self._bases[name] = None
         return self._bases[name]
+
+
+def _not_composed(chosen: Mapping[str, Any]) -> Mapping[str, Any]:
+    raise KeyError(f"the options {dict(chosen)} were not composed before the search was sent to another process")
 
 
 def _put(config: dict[str, Any], key: str, value: Any, resolver: Resolver) -> Problem | None:

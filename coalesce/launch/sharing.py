@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from coalesce.experiment import Cohort
 from coalesce.runner.plan import Plan
+from coalesce.search.base import Search
 
 #: As many parameters a lane is taken to have at the least: a step of a smaller model costs what its operations cost
 #: to be called, whatever they compute.
@@ -86,6 +87,34 @@ def estimated_costs(plan: Plan) -> dict[str, float]:
     }
 
 
+def share_search(search: Search, plan: Plan, jobs: int, most: int | None = None) -> Shares:
+    """Share out what a search asks for: by `share` at the `estimated_costs`.
+
+    A search that makes its experiments as it goes shares out how many there will be. What belongs together
+    (`Search.together`) stays together, so that a job may have more than ``most`` where that is less.
+
+    Args:
+        search: of the whole, for `Search.part`.
+        plan: of the whole. What failed while it was made is in no job's share.
+        jobs, most: see `share`.
+
+    Returns:
+        The shares; of a search that does not list its experiments, an empty one for each job.
+
+    Raises:
+        ValueError: ``jobs`` or ``most`` is below 1.
+    """
+    cohorts = [planned.cohort for planned in plan.cohorts]
+    if search.lists:
+        return share(cohorts, estimated_costs(plan), jobs, most)
+    _check(jobs, most)
+    trials = search.count // search.together
+    cap = trials if most is None else max(1, most // search.together)
+    count = min(max(jobs, math.ceil(trials / cap)), trials)
+    lanes = math.ceil(trials / count) * search.together
+    return Shares(((),) * count, {cohort.index: lanes for cohort in cohorts})
+
+
 def share(cohorts: Sequence[Cohort], cost: Mapping[str, float], jobs: int, most: int | None = None) -> Shares:
     """Share out experiments over jobs: the longest job as short as possible, then each cohort in few jobs, since every
     job compiles its own graphs.
@@ -124,9 +153,7 @@ def share(cohorts: Sequence[Cohort], cost: Mapping[str, float], jobs: int, most:
     ([7, 7, 7, 7, 7, 6, 6, 6], {0: 7})
     """
     items = sorted(_items(cohorts, cost))
-    for name, value in (("jobs", jobs), ("most", most)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, not {value}")
+    _check(jobs, most)
     if not items:
         return Shares((), {})
     cap = len(items) if most is None else most
@@ -151,6 +178,12 @@ def share(cohorts: Sequence[Cohort], cost: Mapping[str, float], jobs: int, most:
         for cohort, number in Counter(item.cohort for item in job.items).items():
             lanes[cohort] = max(lanes[cohort], number)
     return Shares(tuple(map(tuple, shares)), {c.index: lanes[c.index] for c in cohorts if c.experiments})
+
+
+def _check(jobs: int, most: int | None) -> None:
+    for name, value in (("jobs", jobs), ("most", most)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
 
 
 def _items(cohorts: Sequence[Cohort], cost: Mapping[str, float]) -> list[_Item]:

@@ -151,6 +151,27 @@ class Search:
     #: Whether `known` gives all experiments that will ever be asked for.
     lists = True
 
+    #: How many experiments belong together, and are of one job, where `known` does not give them: the seeds of a trial.
+    together = 1
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        """The search of one job, of several that divide the experiments among themselves: it decides about its own
+        share by what it sees of its own share. To be called before anything is asked for.
+
+        The part of a single share is the search itself. Where random numbers decide, each job has a seed of its own
+        (`draws.job_seed`).
+
+        Args:
+            number: of the job, from 0.
+            shares: for each job the ids of its experiments. A search that does not `list` its experiments looks at
+                their number alone.
+
+        Raises:
+            ValueError: a share has an id that the search does not know.
+            ConfigError: the share cannot be searched by itself.
+        """
+        raise NotImplementedError
+
     def keep(self, file: Path, name: str) -> None:
         """A run folder was made. Told before anything else.
 
@@ -177,6 +198,18 @@ class Search:
         return type(self).__name__
 
 
+def taken(experiments: Sequence[Experiment], share: Sequence[str]) -> tuple[Experiment, ...]:
+    """Those of a share, in the order of the search.
+
+    Raises:
+        ValueError: the share has another's.
+    """
+    names = set(share)
+    if strange := names - {experiment.id for experiment in experiments}:
+        raise ValueError(f"the search has no experiments {', '.join(sorted(strange))}")
+    return tuple(experiment for experiment in experiments if experiment.id in names)
+
+
 class Listed(Search):
     """A list of experiments, each to its end: a grid, or random samples.
 
@@ -191,6 +224,9 @@ class Listed(Search):
         trials = [Trial(experiment) for experiment in self.experiments if experiment.id not in self._asked]
         self._asked |= dict.fromkeys(trial.experiment.id for trial in trials)
         return trials
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        return Listed(taken(self.experiments, shares[number]))
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": list(self._asked)}

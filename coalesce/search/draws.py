@@ -28,6 +28,25 @@ def integer(seed: int, *purpose: object, below: int) -> int:
     return int(uniform(seed, *purpose) * below)
 
 
+def job_seed(seed: int, number: int, jobs: int) -> int:
+    """The seed of one job of a search that is divided among jobs: of its own, so that no two draw the same. A single
+    job has the search's.
+
+    >>> job_seed(3, 0, 1), job_seed(3, 0, 2) == job_seed(3, 1, 2)
+    (3, False)
+    """
+    return seed if jobs == 1 else integer(seed, "job", number, below=2**53)
+
+
+def evenly(count: int, parts: int) -> list[int]:
+    """So many shared out over so many, the larger shares first.
+
+    >>> evenly(53, 8)
+    [7, 7, 7, 7, 7, 6, 6, 6]
+    """
+    return [count // parts + (number < count % parts) for number in range(parts)]
+
+
 def shuffled(count: int, seed: int) -> Sequence[int]:
     """The numbers from 0 up to, and without, ``count``, in an order of their own."""
     return sorted(range(count), key=lambda number: (uniform(seed, "order", number), number))

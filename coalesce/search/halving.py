@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coalesce.experiment import Experiment
-from coalesce.search.base import Ending, Listed, Report, Search, Stop, Trial, Verdict
-from coalesce.search.draws import shuffled
+from coalesce.search.base import Ending, Listed, Report, Search, Stop, Trial, Verdict, taken
+from coalesce.search.draws import job_seed, shuffled
 from coalesce.search.metric import Metric, best_of
 
 
@@ -99,6 +99,9 @@ class Halving(Search):
     def dropped(self) -> Mapping[str, Stop]:
         return {name: Stop(reason) for name, reason in self._dropped.items()}
 
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        return Halving(taken(self.experiments, shares[number]), self._metric, self._min_steps, self._factor)
+
     def known(self) -> Sequence[Experiment]:
         return self.experiments
 
@@ -138,6 +141,7 @@ class Asha(Listed):
     def __init__(self, experiments: Sequence[Experiment], metric: Metric, min_steps: int, factor: int, seed: int):
         super().__init__(experiments)
         self._metric, self._min_steps, self._factor = metric, min_steps, factor
+        self._seed = seed
         self._order = shuffled(len(self.experiments), seed)
         #: Rung → experiment → its metric there, in the order in which they came.
         self._came: dict[int, dict[str, float]] = {}
@@ -145,6 +149,10 @@ class Asha(Listed):
     def ask(self, width: int) -> Sequence[Trial]:
         trials = super().ask(width)
         return [trials[number] for number in self._order] if trials else trials
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        seed = job_seed(self._seed, number, len(shares))
+        return Asha(taken(self.experiments, shares[number]), self._metric, self._min_steps, self._factor, seed)
 
     def tell(self, reports: Sequence[Report]) -> Mapping[str, Verdict]:
         arrived: list[tuple[int, Report]] = []

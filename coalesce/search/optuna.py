@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
 import json
 import math
 import sqlite3
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +24,8 @@ from optuna.trial import FrozenTrial, TrialState
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment
 from coalesce.search.base import Ending, Search, Trial
-from coalesce.search.draws import integer
+from coalesce.search.draws import evenly, integer, job_seed
+from coalesce.search.journal import SUFFIX, journal
 from coalesce.search.metric import Metric
 from coalesce.search.space import Axis, Space, rounded
 
@@ -39,6 +42,8 @@ SAMPLERS: Mapping[str, Sampler] = {
 #: Names of attributes of a trial: the ids of its experiments, with spaces between; the number of the lane-full that it
 #: was asked for with; the number of the trial that it repeats; and, where it could not be made, why.
 EXPERIMENT, GENERATION, REPEATS, PROBLEM = "experiment", "generation", "repeats", "problem"
+#: And where several jobs have one study: the job that asked for it, and how many there are.
+JOB, JOBS = "job", "jobs"
 #: Name of the study's attribute that tells which search it is of.
 SEARCH = "coalesce"
 
@@ -96,15 +101,22 @@ class Optuna(Search):
     by a sampler of its own, whose seed follows from the search's seed and the trial's number, out of a copy of the
     study in memory, and enters the study in one piece. So what is drawn does not depend on interruptions.
 
+    Jobs (`part`) have one study. Each asks for its own trials, as many as the others do, resumes them and tells their
+    values; its samplers see what the others have told by the time it asks. So what is drawn depends on who was when how
+    far, and no two runs in several jobs are alike. Of jobs that draw the same experiment one trains it, whose trial
+    entered the study first, and the value is told to both. Trials that the study has from elsewhere, such as this
+    process alone or another number of jobs, count as trials of the first job, which goes on with those that run.
+
     Args:
         space: what is drawn.
-        make: an experiment from the values of the swept keys.
+        make: an experiment from the values of the swept keys. It must work in whatever process asks.
         probes: see `Search.known`.
         metric: whose best value is optimised.
         samples: trials.
         seed: of the samplers.
         sampler: makes one.
-        storage: Optuna's storage, or its URL; None: a file in the run folder, or memory where there is none.
+        storage: Optuna's storage, or its URL; None: a file in the run folder, or memory where there is none. A file
+            whose name ends in ``.journal`` is a journal, which jobs can share; others are SQLite's.
         study: the study's name; None: the run's, or where there is none, a name that no other study has. Trials that a
             study of this name has already are taken as done.
     """
@@ -126,12 +138,23 @@ class Optuna(Search):
     ):
         self._space, self._make, self._probes = space, make, tuple(probes)
         self._metric, self._samples, self._seed, self._sampler = metric, samples, seed, sampler
+        self.together = space.repeats.count
+        #: Which job's, of how many.
+        self._job, self._jobs = 0, 1
         self._distributions = {axis.name: distribution(axis) for axis in space.axes}
         self._file: Path | None = None
         self._storage, self._name = storage, study
         self._opened: Study | None = None
         #: Experiment → its value, of trials whose other experiments have not all ended; NaN: it failed.
         self._values: dict[str, float] = {}
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        if self._opened is not None:
+            raise ValueError("the study is open: a search is divided before anything is asked for")
+        part = copy.copy(self)
+        part._values = {}
+        part._job, part._jobs = number, len(shares)
+        return part
 
     def keep(self, file: Path, name: str) -> None:
         self._file = file
@@ -152,8 +175,9 @@ class Optuna(Search):
     def _open(self) -> Study:
         direction = StudyDirection.MAXIMIZE if self._metric.mode == "max" else StudyDirection.MINIMIZE
         try:
-            kept = _sqlite(self._file) if self._file is not None and self._storage is None else None
-            storage = self._storage if kept is None else kept
+            storage = self._storage
+            if storage is None and self._file is not None:
+                storage = journal(self._file) if self._file.suffix == SUFFIX else _sqlite(self._file)
             study = optuna.create_study(
                 storage=storage, study_name=self._name, direction=direction, load_if_exists=True
             )
@@ -169,44 +193,103 @@ class Optuna(Search):
         if study.get_trials(deepcopy=False) and study.user_attrs.get(SEARCH) != own:
             rule = "the storage has a study of this name that belongs to another search"
             raise ConfigError([Problem("search.study", study.study_name, rule, "another name, or another storage")])
-        study.set_user_attr(SEARCH, own)
+        if study.user_attrs.get(SEARCH) != own:
+            study.set_user_attr(SEARCH, own)
         return study
 
     def ask(self, width: int) -> Sequence[Trial]:
         with _quiet():
-            return [Trial(e) for e in self._lane_full(max(1, width // self._space.repeats.count))]
+            return [Trial(e) for e in self._lane_full(max(1, width // self.together))]
 
     def _lane_full(self, most: int) -> list[Experiment]:
-        trials = self.study.get_trials(deepcopy=False)
-        running = [trial for trial in trials if trial.state is TrialState.RUNNING]
-        last = max((int(trial.user_attrs.get(GENERATION, 0)) for trial in trials), default=0)
+        trials = self._settled()
+        mine = [trial for trial in trials if self._is_mine(trial)]
+        running = [trial for trial in mine if trial.state is TrialState.RUNNING]
+        last = max((int(trial.user_attrs.get(GENERATION, 0)) for trial in mine), default=0)
         # those that are running were cut off, maybe before all of their lane-full were drawn
         generation = last if running else last + 1
-        asked = {str(trial.user_attrs[EXPERIMENT]): self._experiments(trial) for trial in running}
-        mine = [trial for trial in trials if trial.user_attrs.get(GENERATION) == generation]
-        full = {trial.user_attrs[EXPERIMENT] for trial in mine if {REPEATS, PROBLEM}.isdisjoint(trial.user_attrs)}
-        draw = self._drawing(trials)
-        while len(full) < most and len(trials) < self._samples:
+        trains = self._trains(trials)
+        asked = {
+            str(t.user_attrs[EXPERIMENT]): self._experiments(t) for t in running if t.user_attrs[EXPERIMENT] in trains
+        }
+        drawn = [
+            t for t in mine if t.user_attrs.get(GENERATION) == generation and t.user_attrs.get(EXPERIMENT) in trains
+        ]
+        full = {trial.user_attrs[EXPERIMENT] for trial in drawn if {REPEATS, PROBLEM}.isdisjoint(trial.user_attrs)}
+        draw = self._drawing(trials, len(mine))
+        for _ in range(self._quota(trials) - len(mine)):
+            if len(full) >= most:
+                break
             trial, experiments = draw(generation)
-            trials.append(trial)
             if trial.state is TrialState.RUNNING:
-                full.add(trial.user_attrs[EXPERIMENT])
-                asked[str(trial.user_attrs[EXPERIMENT])] = experiments
+                name = str(trial.user_attrs[EXPERIMENT])
+                if self._jobs == 1 or name in self._trains(self._settled()):
+                    full.add(name)
+                    asked[name] = experiments
         return [e for experiments in asked.values() for e in experiments if e.id not in self._values]
 
-    def _drawing(self, trials: Sequence[FrozenTrial]) -> Callable[[int], tuple[FrozenTrial, list[Experiment]]]:
-        """Make the function that draws the next trial of a lane-full and puts it into the study."""
+    def _is_mine(self, trial: FrozenTrial) -> bool:
+        if self._jobs > 1 and trial.user_attrs.get(JOBS) == self._jobs:
+            return bool(trial.user_attrs[JOB] == self._job)
+        return self._job == 0
+
+    def _quota(self, trials: Sequence[FrozenTrial]) -> int:
+        """How many trials of this job there are to be at the end."""
+        others = sum(self._jobs > 1 and trial.user_attrs.get(JOBS) != self._jobs for trial in trials)
+        share = evenly(max(0, self._samples - others), self._jobs)[self._job]
+        return share + (others if self._job == 0 else 0)
+
+    def _trains(self, trials: Sequence[FrozenTrial]) -> set[str]:
+        """The experiments that are this job's to train: the first trial of each is of this job."""
+        first = {
+            str(trial.user_attrs[EXPERIMENT]): trial for trial in reversed(trials) if EXPERIMENT in trial.user_attrs
+        }
+        return {name for name, trial in first.items() if self._is_mine(trial)}
+
+    def _settled(self) -> list[FrozenTrial]:
+        """All trials; of this job none runs whose experiment another job has told by now."""
+        trials = self.study.get_trials(deepcopy=False)
+        if self._jobs == 1:
+            return trials
+        told = {t.user_attrs[EXPERIMENT]: t for t in trials if t.state.is_finished() and EXPERIMENT in t.user_attrs}
+        late = [
+            trial
+            for trial in trials
+            if trial.state is TrialState.RUNNING and self._is_mine(trial) and trial.user_attrs[EXPERIMENT] in told
+        ]
+        for trial in late:
+            self._tell(trial, told[trial.user_attrs[EXPERIMENT]].value)
+        return self.study.get_trials(deepcopy=False) if late else trials
+
+    def _tell(self, trial: FrozenTrial, value: float | None) -> None:
+        """Tell a trial its value, or that it failed."""
+        # another job may tell the same at the same moment
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):
+            state = TrialState.FAIL if value is None else TrialState.COMPLETE
+            self.study.tell(trial.number, value, state, skip_if_finished=True)
+
+    def _drawing(
+        self, trials: Sequence[FrozenTrial], mine: int
+    ) -> Callable[[int], tuple[FrozenTrial, list[Experiment]]]:
+        """Make the function that draws the next trial of a lane-full and puts it into the study.
+
+        Args:
+            trials: of the study.
+            mine: how many of them are this job's.
+        """
         study = self.study
         mirror = optuna.create_study(direction=study.direction)
         mirror.add_trials(trials)
         known = {str(trial.user_attrs[EXPERIMENT]): trial for trial in trials if EXPERIMENT in trial.user_attrs}
+        seed, job = job_seed(self._seed, self._job, self._jobs), {JOB: self._job, JOBS: self._jobs}
+        own = itertools.count(mine)
 
         def draw(generation: int) -> tuple[FrozenTrial, list[Experiment]]:
             number = len(mirror.get_trials(deepcopy=False))
-            mirror.sampler = self._sampler(integer(self._seed, "sampler", number, below=2**32))
+            mirror.sampler = self._sampler(integer(seed, "sampler", next(own), below=2**32))
             drawn = mirror.ask(self._distributions)
             frozen = mirror.get_trials(deepcopy=False)[number]
-            attributes: dict[str, Any] = {GENERATION: generation}
+            attributes: dict[str, Any] = {GENERATION: generation, **(job if self._jobs > 1 else {})}
             state, value, experiments = TrialState.RUNNING, None, []
             try:
                 experiments = self._experiments(frozen)
@@ -247,20 +330,24 @@ class Optuna(Search):
         ok = ending.status in ("finished", "stopped")
         name, value = ending.experiment.id, self._metric.of(ending.best) if ok else math.nan
         with _quiet():
-            running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-            mine = [t for t in running if name in str(t.user_attrs[EXPERIMENT]).split()]
-            if not mine:
+            if not (mine := self._running(name)):
                 return
             self._values[name] = value
             names = str(mine[0].user_attrs[EXPERIMENT]).split()
             if not all(other in self._values for other in names):
                 return
             values = [self._values.pop(other) for other in names]
+            mean = math.fsum(values) / len(values) if all(map(math.isfinite, values)) else None
             for trial in mine:
-                if all(math.isfinite(value) for value in values):
-                    self.study.tell(trial.number, math.fsum(values) / len(values))
-                else:
-                    self.study.tell(trial.number, state=TrialState.FAIL)
+                self._tell(trial, mean)
+            # what another job has put in meanwhile; what it puts in now, it sees by itself that this was told
+            for trial in self._running(name) if self._jobs > 1 else ():
+                self._tell(trial, mean)
+
+    def _running(self, name: str) -> list[FrozenTrial]:
+        """The trials that wait for an experiment, of all jobs."""
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return [trial for trial in running if name in str(trial.user_attrs[EXPERIMENT]).split()]
 
     def known(self) -> Sequence[Experiment]:
         return self._probes
@@ -273,7 +360,7 @@ class Optuna(Search):
 
     @property
     def count(self) -> int:
-        return self._samples * self._space.repeats.count
+        return evenly(self._samples, self._jobs)[self._job] * self.together
 
 
 STORAGES = "a URL such as sqlite:///studies.db, or null: a file in the run folder"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment
-from coalesce.search.base import Copy, Listed, Report, Verdict
-from coalesce.search.draws import integer, uniform
+from coalesce.search.base import Copy, Listed, Report, Search, Verdict, taken
+from coalesce.search.draws import integer, job_seed, uniform
 from coalesce.search.metric import Metric
 from coalesce.search.space import Axis, Interval, Space, rounded
 
@@ -106,6 +107,16 @@ class Population(Listed):
             source = best[integer(self._seed, "source", step, name, below=len(best))]
             verdicts[name] = Copy(source, self._explored(self._values(source, step), step, name))
         return verdicts
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        least = min(map(len, shares))
+        if len(shares) > 1 and least < 2:
+            rule = f"search=pbt: in each job its share is a population, which needs 2 experiments, not {least}"
+            most = len(self.experiments) // 2
+            raise ConfigError([Problem("launcher.jobs", len(shares), rule, f"at most {most}" if most > 1 else "1")])
+        experiments, seed = taken(self.experiments, shares[number]), job_seed(self._seed, number, len(shares))
+        how = self._interval, self._fraction, self._factors, self._resample
+        return Population(experiments, self._metric, self._axes, *how, seed)
 
     def _values(self, name: str, step: int) -> dict[str, float]:
         """The values that an experiment has trained with until this step."""

@@ -31,7 +31,7 @@ class Stopping(Search):
     ):
         self.inner = inner
         self.replays = inner.replays
-        self.lists, self.asks_again = inner.lists, inner.asks_again
+        self.lists, self.asks_again, self.together = inner.lists, inner.asks_again, inner.together
         self._metric, self._patience, self._min_delta, self._target = metric, patience, min_delta, target
         #: Experiment → the best value that counted as an improvement, measurements since then, and the last one's step.
         self._history: dict[str, tuple[float, int, int]] = {}
@@ -69,6 +69,10 @@ class Stopping(Search):
 
     def known(self) -> Sequence[Experiment]:
         return self.inner.known()
+
+    def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
+        inner = self.inner.part(number, shares)
+        return Stopping(inner, self._metric, self._patience, self._min_delta, self._target)
 
     def keep(self, file: Path, name: str) -> None:
         self.inner.keep(file, name)
