@@ -21,7 +21,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
 from coalesce.experiment import Experiment
-from coalesce.search.base import Ending
+from coalesce.search.base import Ending, Trial
 from coalesce.search.draws import evenly
 from coalesce.search.metric import Metric
 from coalesce.search.optuna import SAMPLERS, Optuna
@@ -217,7 +217,7 @@ def test_one_tells_while_another_job_draws(tmp_path: Path, monkeypatch: pytest.M
 def test_both_draw_before_either_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = parts(tmp_path / "study.journal", ONE, 2, 2)
     add = first.study.add_trial
-    asked = []
+    asked: list[Trial] = []
 
     def late(trial: FrozenTrial) -> None:
         asked.extend(second.ask(1))
