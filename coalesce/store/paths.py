@@ -129,11 +129,6 @@ class RunPaths:
         return self.folder / "study.db"
 
     @property
-    def journal(self) -> Path:
-        """Optuna's study where several jobs share it: a file that they append to."""
-        return self.folder / "study.journal"
-
-    @property
     def jobs_folder(self) -> Path:
         """What jobs write that is none of the results, and what is known of them."""
         return self.folder / "jobs"
