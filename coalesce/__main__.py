@@ -134,7 +134,9 @@ def _resume(config: DictConfig) -> int:
         seen: Any = OmegaConf.to_container(config, resolve=False)
         raise ConfigError([Problem("resume", seen["resume"], rule, valid, source="command line")])
     try:
-        return resume(str(config.resume), HydraConfig.get(), config.get("plan") is True)
+        given: Any = OmegaConf.to_container(config, resolve=False)
+        retry = given.get("retry")
+        return resume(str(config.resume), HydraConfig.get(), config.get("plan") is True, retry)
     except FileNotFoundError as error:
         return _refuse(f"resume={config.resume}: {error}")
 
@@ -182,7 +184,7 @@ def _lines(error: Exception, overrides: list[str]) -> Iterator[str]:
     groups = {
         path.name: [file.stem for file in sorted(path.glob("*.yaml"))] for path in folder.iterdir() if path.is_dir()
     }
-    names = [*KEYS, *groups, "plan", "runs", "resume"]
+    names = [*KEYS, *groups, "plan", "runs", "resume", "retry"]
     for key, _ in hints(overrides, names):
         if nearest(key, names):
             yield f"Did you mean {nearest(key, names)!r}, not {key!r}?"

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from coalesce.configuration import check_trainer, make_search, rides
 from coalesce.configuration.search import ANY, check_search
-from coalesce.configuration.union import united, unlike
+from coalesce.configuration.union import check_retry, read_retry, united, unlike
 from coalesce.errors import ConfigError, Problem
 from coalesce.experiment import Experiment
 from coalesce.runner.listener import Latest, Listener
 from coalesce.runner.plan import PlannedCohort, Trainer
 from coalesce.runner.planning import make_plan, plan_search
-from coalesce.runner.run import Begun, run
+from coalesce.runner.run import run
+from coalesce.runner.snapshot import Begun
 from coalesce.search.base import Search
 from coalesce.store.beat import Beat
 from coalesce.store.frames import results_frame
@@ -44,6 +45,7 @@ def sweep(
     zip: Sequence[Sequence[str]] = (),
     search: str | Mapping[str, Any] = "grid",
     folder: str | os.PathLike[str] | None = None,
+    retry: str | Sequence[str] | None = None,
     **trainer: Any,
 ) -> pd.DataFrame:
     """Train every experiment of a sweep and return one row for each.
@@ -67,6 +69,8 @@ def sweep(
         folder: a run folder, which gets everything that `python -m coalesce` writes; made if it is missing. If it is
             there, the run goes on: what has ended in it is read and not trained again, so that a notebook's cell may
             be run twice, or be interrupted, or ask for more. None: nothing is written.
+        retry: ``"failed"``, ``"diverged"`` or both: of the experiments that are asked for, those that ended so in the
+            folder are trained once more, from their start.
         **trainer: any field of `coalesce.runner.plan.Trainer`: ``width``, ``compile``, ``monitor``, …
 
     Returns:
@@ -95,6 +99,7 @@ def sweep(
         "precision": precision,
     }
     problems: tuple[Problem, ...] = ()
+    statuses: Sequence[str] = ()
     checked: Trainer | None = None
     settings = ANY
     try:
@@ -105,10 +110,17 @@ def sweep(
         settings = check_search(search, checked)
     except ConfigError as error:
         problems += error.problems
+    try:
+        statuses = read_retry(retry)
+        if statuses and folder is None:
+            rule = "there is no run whose experiments could be trained once more"
+            problems += (Problem("retry", retry, rule, "folder= beside it"),)
+    except ConfigError as error:
+        problems += error.problems
     how = checked or Trainer()
     found, keys = make_search(base, params, zip, problems=problems, trainer=how, settings=settings)
     if folder is not None:
-        return _sweep_in(RunPaths(folder), found, keys, how)
+        return _sweep_in(RunPaths(folder), found, keys, how, statuses)
     # there is no folder that weights and snapshots could be kept in
     plan = plan_search("sweep", keys, found, rides, replace(how, weights=False, snapshot_minutes=None))
     latest = Latest(plan)
@@ -116,12 +128,13 @@ def sweep(
     return results_frame(results, keys, [experiment.id for experiment in latest.plan.experiments])
 
 
-def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer) -> pd.DataFrame:
+def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer, retry: Sequence[str]) -> pd.DataFrame:
     """Train what is missing in a run folder, and read what was asked for."""
     paths.folder.mkdir(parents=True, exist_ok=True)
     with RunLock(paths) as lock:
         back = reopen(paths) if paths.plan.is_file() else None
         name, begun, snapshots = paths.folder.absolute().name, Begun(), None
+        again: Sequence[str] = ()
         asked = list(search.known()) if search.lists else []
         experiments: Sequence[Experiment] = asked
         decided: Sequence[PlannedCohort] = ()
@@ -132,12 +145,18 @@ def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer
             known = {experiment.id for experiment in back.plan.experiments}
             # in the order in which they came, so that cohorts keep their numbers
             experiments = [*(e for e in every if e.id in known), *(e for e in every if e.id not in known)]
-            begun, snapshots, decided = Begun(back.results, back.snapshot), back.snapshots, back.plan.cohorts
+            check_retry(retry, search)
+            mine = {experiment.id for experiment in asked}
+            back = back.retrying(retry, mine)
+            # what somebody else has asked for, and is to be trained once more, is not asked for here
+            begun = replace(back.begun, attempts={n: count for n, count in back.attempts.items() if n in mine})
+            snapshots, decided, again = back.snapshots, back.plan.cohorts, back.again
         probes, count = ((), None) if search.lists else (search.known(), search.count)
         plan = make_plan(name, keys, experiments, rides, how, probes, count, decided, search.asks_again)
         search.keep(paths.study, name)
         latest = Latest(plan)
-        listeners: list[Listener] = [RunWriter(paths, lock=lock, snapshots=snapshots), Beat(paths), latest]
+        writer = RunWriter(paths, lock=lock, snapshots=snapshots, again=again)
+        listeners: list[Listener] = [writer, Beat(paths), latest]
         run(plan, listeners, search=search, begun=begun, rides=rides)
         frame = load(paths.folder)
     wanted = [experiment.id for experiment in (asked if search.lists else latest.plan.experiments)]

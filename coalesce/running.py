@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from coalesce.configuration import rides
-from coalesce.configuration.union import united
+from coalesce.configuration.union import check_retry, read_retry, united
 from coalesce.report import text
 from coalesce.report.plan import print_plan
 from coalesce.report.progress import ProgressView
@@ -56,13 +57,14 @@ def begin(order: Order) -> int:
     return _train(plan, paths, order.search, RunWriter(paths, order.yaml), console, Begun())
 
 
-def resume(folder: str, node: HydraConf, plan_only: bool) -> int:
+def resume(folder: str, node: HydraConf, plan_only: bool, retry: Any = None) -> int:
     """Go on with a run, and add what overrides ask for.
 
     Args:
         folder: the run folder, or one that holds some.
         node: Hydra's own, with the overrides.
         plan_only: print the plan and stop.
+        retry: which experiments are trained once more, see `read_retry`.
 
     Returns:
         The exit code.
@@ -73,17 +75,19 @@ def resume(folder: str, node: HydraConf, plan_only: bool) -> int:
         RunFolderError: another process writes it, or it cannot be gone on from.
     """
     console = Console()
+    statuses = read_retry(retry)
     (found,) = find_runs(folder)
     paths = RunPaths(found)
     if found != Path(folder):
         text.say(console, f"Resuming {found}", wrap=False)
     if plan_only:
-        return _go_on(paths, node, True, None, console)
+        return _go_on(paths, node, statuses, None, console)
     with RunLock(paths) as lock:
-        return _go_on(paths, node, False, lock, console)
+        return _go_on(paths, node, statuses, lock, console)
 
 
-def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | None, console: Console) -> int:
+def _go_on(paths: RunPaths, node: HydraConf, retry: Sequence[str], lock: RunLock | None, console: Console) -> int:
+    """Go on with a run; without its lock, only tell what would be done."""
     from coalesce.configuration.resume import overrides_of, read_resumed, settings
 
     back = reopen(paths)
@@ -91,6 +95,10 @@ def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | No
     order = read_resumed(back, overrides) if overrides or _has_search(back) else None
     trainer = settings(back, order, overrides)
     search: Search = order.search if order else Listed(back.plan.experiments)
+    check_retry(retry, search)
+    back = back.retrying(retry)
+    if retry and not back.again:
+        text.say(console, f"No experiment of {paths.folder} has {' or '.join(retry)}: none is trained once more.")
     experiments, keys = list(back.plan.experiments), back.plan.keys
     if order is not None and search.lists and overrides:
         experiments, keys = united(back.plan, search.known(), order.keys)
@@ -114,19 +122,20 @@ def _go_on(paths: RunPaths, node: HydraConf, plan_only: bool, lock: RunLock | No
         earlier = back.plan.cohorts, search.asks_again
         plan = make_plan(back.plan.name, keys, ordered, rides, trainer, probes, count, *earlier)
     plan = replace(plan, experiments=tuple(experiments))
-    if plan_only:
+    if lock is None:
         print_plan(plan, console)
         text.say(console, f"{text.count(len(ended), 'experiment')} of these have ended.")
         return DONE
+    once_more = f" ({len(back.again)} of them once more)" if back.again else ""
     text.say(
         console,
-        f"{paths.folder}: {text.count(len(ended), 'experiment')} ended, {left} to go on with or to begin, "
+        f"{paths.folder}: {text.count(len(ended), 'experiment')} ended, {left} to go on with or to begin{once_more}, "
         f"{len(added)} more",
         wrap=False,
     )
     configuration = order.yaml if order is not None and overrides else back.configuration
-    writer = RunWriter(paths, configuration, lock=lock, snapshots=back.snapshots)
-    return _train(plan, paths, search, writer, console, Begun(back.results, back.snapshot))
+    writer = RunWriter(paths, configuration, lock=lock, snapshots=back.snapshots, again=back.again)
+    return _train(plan, paths, search, writer, console, back.begun)
 
 
 def _has_search(back: Reopened) -> bool:

@@ -49,7 +49,7 @@ def test_the_examples_of_help_work(cli: CommandLine) -> None:
     examples = [shlex.split(line)[3:] for line in text.splitlines() if line.startswith("  python -m coalesce")]
     # what goes on needs a run to go on with: tests/test_resume.py
     begun = [arguments for arguments in examples if not any(a.startswith("resume=") for a in arguments)]
-    assert len(begun) == len(examples) - 2
+    assert len(begun) == len(examples) - 3
     counts = [len(cli.order(*arguments).experiments) for arguments in begun]
     assert counts == [1, 64, 64, 16, 2, 4, 64, 1, 3, 64, 64, 1]
     del sys.modules["my_task"]

@@ -16,6 +16,8 @@ import coalesce
 from coalesce.errors import RunFolderError
 from coalesce.runner.listener import Listener
 from coalesce.runner.run import Run
+from coalesce.store.paths import RunPaths
+from coalesce.store.snapshots import read_snapshot
 from runner_helpers import Net
 
 SETTINGS: dict[str, Any] = {
@@ -101,10 +103,21 @@ def test_a_cell_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest
     same(swept({"seed": range(5)}, folder=tmp_path), swept({"seed": range(5)}))
 
 
-def test_a_search_in_a_folder(tmp_path: Path) -> None:
+def test_a_search_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     how: dict[str, Any] = {"name": "asha", "min_steps": 10, "factor": 2}
     params = {"seed": range(6)}
-    same(swept(params, search=how, folder=tmp_path), swept(params, search=how))
+    first = swept(params, search=how, folder=tmp_path, snapshot_minutes=0.0)
+    same(first, swept(params, search=how))
+    # what it has seen is all that is kept, so that it neither trains anybody again, nor judges by less
+    (snapshot,) = RunPaths(tmp_path).snapshots()
+    assert read_snapshot(snapshot).tensors == {}
+    ended = trained(monkeypatch)
+    same(swept(params, search=how, folder=tmp_path), first)
+    assert ended == []
+    more = swept({"seed": range(7)}, search=how, folder=tmp_path)
+    assert len(ended) == 1
+    assert not set(ended) & set(first["experiment"])
+    same(more[more["experiment"].isin(first["experiment"])].reset_index(drop=True), first)
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:

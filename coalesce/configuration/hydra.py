@@ -35,7 +35,7 @@ from coalesce.search.base import Search
 from coalesce.store.paths import check_root
 
 #: Top-level keys that belong to no experiment.
-OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs", "resume")
+OTHERS = ("sweep", "search", "launcher", "trainer", "plan", "runs", "resume", "retry")
 #: Keys of the node ``sweep`` and their defaults.
 SWEEP: dict[str, Any] = {"name": None, "params": {}, "zip": [], "limit": 10_000}
 #: The line with which a file sets keys outside of its group.
@@ -116,6 +116,9 @@ def read(
     problems: list[Problem] = []
     whole = to_plain(config, problems)
     whole.pop("resume", None)
+    if (retry := whole.pop("retry", None)) is not None:
+        rule = "there is no run whose experiments could be trained once more"
+        problems.append(Problem("retry", retry, rule, "resume=FOLDER beside it", source=sources("retry")))
     problems += sources.misread()
     base = {key: value for key, value in whole.items() if key not in OTHERS}
     valid = (*KEYS, *OTHERS)

@@ -32,14 +32,14 @@ from coalesce.store.resume import Reopened
 STOPS = ("patience", "min_delta", "target")
 
 #: Overrides that say what to do, and belong to no configuration that is kept.
-_COMMANDS = ("resume", "plan")
+_COMMANDS = ("resume", "retry", "plan")
 
 #: The group whose options say where a run is trained, so that one that goes on may have another.
 _WHERE = "launcher"
 
 
 def overrides_of(node: HydraConf) -> list[str]:
-    """What the command line gives beside ``resume`` and ``plan``."""
+    """What the command line gives beside ``resume``, ``retry`` and ``plan``."""
     given: Any = OmegaConf.to_container(node.overrides.task, resolve=False)
     parsed = OverridesParser.create().parse_overrides([str(line) for line in given])
     return [o.input_line or "" for o in parsed if o.key_or_group not in _COMMANDS]

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from coalesce.errors import Problem
+from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.experiment import Experiment, leaves
 from coalesce.runner.plan import Plan, Trainer
+from coalesce.search.base import Search
 from coalesce.store.merge import configured
 
 #: The trainer's settings that may change when a run goes on. What the others say shows in the numbers, or in which of
@@ -16,6 +17,42 @@ from coalesce.store.merge import configured
 FREE = ("width", "check", "show", "weights", "on_error", "snapshot_minutes")
 
 OWN = "leave it out; or start a run of its own"
+
+#: What is trained once more, if that is wanted: nothing else would end otherwise than it did.
+RETRIED = ("failed", "diverged")
+
+
+def read_retry(given: Any) -> tuple[str, ...]:
+    """Check which experiments are to be trained once more.
+
+    Args:
+        given: a status, or a list of them; None: none.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    statuses = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    valid = f"{', '.join(RETRIED)}, or a list of them"
+    rule = "only what has failed or diverged is trained once more"
+    problems = [
+        Problem("retry", one, rule, valid, nearest(str(one), RETRIED)) for one in statuses if one not in RETRIED
+    ]
+    if given is not None and not statuses:
+        problems = [Problem("retry", given, "names no status", valid)]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(statuses)
+
+
+def check_retry(statuses: Sequence[str], search: Search) -> None:
+    """Refuse to train experiments once more where a search has decided about others by how they ended.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if statuses and not search.retries:
+        rule = "the run's search decides by what it has seen, so that none of its experiments can be trained once more"
+        raise ConfigError([Problem("retry", ", ".join(statuses), rule, OWN)])
 
 
 def unlike(stored: Trainer, now: Trainer) -> list[Problem]:

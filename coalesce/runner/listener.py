@@ -115,6 +115,13 @@ class Listener:
         """A host boundary was reached, and everything told. A listener that wants to keep where the run stands calls
         ``take``, which copies the lanes to the host. What it raises ends the run here."""
 
+    def over(self, take: Callable[[], Snapshot] | None) -> None:
+        """Every experiment of the plan has ended, and the search asks for no more.
+
+        Args:
+            take: gives what the search has to know should it be asked for more one day; None: nothing.
+        """
+
     def wants_boundary(self) -> bool:
         """Whether the next host boundary is to come now. Asked every half a second."""
         return False

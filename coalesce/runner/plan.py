@@ -111,6 +111,7 @@ class Plan:
         trainer: with ``device`` and ``threads`` resolved.
         expected: experiments that a search will have asked for at the end, which makes them as it goes.
         failed: id → what kept an experiment from being planned: its data, its model or its loss raise.
+        search: the kind of the search that asks for the experiments, as the run knows it; "": not known yet.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Plan:
     trainer: Trainer
     failed: Mapping[str, str] = field(default_factory=dict)
     expected: int = 0
+    search: str = ""
 
     @property
     def count(self) -> int:

@@ -19,21 +19,9 @@ from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan, PlannedCohort
 from coalesce.runner.planning import grown
 from coalesce.runner.slot import Saved, Slot
+from coalesce.runner.snapshot import Begun as Begun
 from coalesce.runner.snapshot import Snapshot
 from coalesce.search.base import Ending, Listed, Search, Trial
-
-
-@dataclass(frozen=True)
-class Begun:
-    """What an earlier process left of a run.
-
-    Args:
-        results: of the experiments that ended.
-        snapshot: the last one, if there is one.
-    """
-
-    results: Sequence[Result] = ()
-    snapshot: Snapshot | None = None
 
 
 @dataclass
@@ -115,11 +103,14 @@ class Run:
         self._cohorts: dict[int, CohortRun] = {}
         self._current: CohortRun | None = None
         self._trials: Sequence[Trial] = ()
+        #: see `Begun`
+        self._attempts: Mapping[str, int] = {}
 
     def go(self, begun: Begun) -> None:
         """Ask and train until nothing is asked for any more."""
         # first, since the listeners write down what is to be done: what cannot be taken over leaves them as they were
         trials = self._go_on(begun)
+        self.plan = replace(self.plan, search=self.search.kind)
         self.tell("started", self.plan)
         if self.ended:
             self.tell("resumed", list(self.ended.values()))
@@ -131,6 +122,11 @@ class Run:
             self._train(trials)
         while trials := self._ask():
             self._train(trials)
+        if all(experiment.id in self.ended for experiment in self.plan.experiments):
+            # a search that decides by what it has seen needs that, should it be asked for more one day; what others
+            # have to know stands in the results
+            self._trials = ()
+            self.tell("over", self.take if self.search.replays else None)
 
     def _ask(self) -> Sequence[Trial]:
         trials = self.search.ask(max((c.width for c in self.plan.cohorts), default=1))
@@ -149,16 +145,24 @@ class Run:
             What had been asked for last.
         """
         facts: Mapping[str, Any] = begun.snapshot.facts if begun.snapshot else {"ended": [], "slots": {}, "trials": []}
-        known = set(facts["ended"])
+        kind = self.search.kind
+        before = begun.kind or facts.get("kind", kind)
+        if before != kind:
+            raise RunFolderError(
+                f"the run began with the search {before!r} and cannot go on with {kind!r}: take the search that it "
+                "began with, or another folder"
+            )
+        self._attempts = begun.attempts
+        # what the snapshot knows of these is of an earlier attempt
+        anew = {n for n, count in begun.attempts.items() if count > facts.get("attempts", {}).get(n, 0)}
+        known = set(facts["ended"]) - anew
         if begun.snapshot:
-            before, kind = facts.get("kind", self.search.kind), self.search.kind
-            if before != kind:
-                raise RunFolderError(
-                    f"the run began with the search {before!r} and cannot go on with {kind!r}: take the search that it "
-                    "began with, or another folder"
-                )
             self.search.load_state_dict(facts["search"])
             self._take_over(begun.snapshot)
+            for name in anew:
+                self.saved.pop(name, None)
+                self._latest.pop(name, None)
+                self.search.forget(name)
         for result in begun.results:
             name = result.experiment.id
             if self.search.replays and name not in known:
@@ -178,7 +182,12 @@ class Run:
             if name in experiments:
                 self._note_best(experiments[name], float(saved.facts["best_value"]))
         self.totals.before = self.totals.steps
-        return [Trial(experiments[name], until) for name, until in facts["trials"] if name in experiments]
+        trials = {name: Trial(experiments[name], until) for name, until in facts["trials"] if name in experiments}
+        if begun.snapshot:
+            # the search may have asked for them before what it asked for last; without a snapshot it asks for all
+            missing = [n for n in experiments if n in begun.attempts and n not in trials and n not in self.ended]
+            trials |= {name: Trial(experiments[name]) for name in missing}
+        return list(trials.values())
 
     def _note_best(self, experiment: Experiment, value: float) -> None:
         if math.isfinite(value):
@@ -232,8 +241,8 @@ class Run:
 
         Returns:
             ``facts``: ``kind`` and ``search`` (of the search: which, and its state), ``trials`` (id and ``until``, what
-            was asked for last), ``ended`` (ids), and ``slots`` (id → what the host knows of an experiment that has
-            begun); ``tensors``.
+            was asked for last), ``ended`` (ids), ``slots`` (id → what the host knows of an experiment that has begun),
+            and ``attempts`` (see `Begun`); ``tensors``.
         """
         saved = dict(self.saved)
         if self._current is not None:
@@ -247,6 +256,7 @@ class Run:
             "trials": [[trial.experiment.id, trial.until] for trial in self._trials],
             "ended": list(self.ended),
             "slots": {name: dict(one.facts) for name, one in saved.items()},
+            "attempts": dict(self._attempts),
         }
         tensors = {f"{name}/{rest}": tensor for name, one in saved.items() for rest, tensor in one.tensors.items()}
         return Snapshot(facts, tensors)

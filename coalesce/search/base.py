@@ -102,6 +102,10 @@ class Search:
     #: that ended since stay ended, and the search is told so.
     replays = False
 
+    #: Whether an experiment that has ended may be trained once more. Not where others were judged by how it ended, or
+    #: it cannot be trained by itself.
+    retries = False
+
     #: Whether it asks more than once, so that a cohort's graph is needed again.
     asks_again = False
 
@@ -131,6 +135,9 @@ class Search:
     def ended(self, ending: Ending) -> None:
         """One experiment ended, after `tell`. A run that is resumed tells it again of those that ended since the last
         snapshot."""
+
+    def forget(self, name: str) -> None:
+        """An experiment that it was told of will be trained once more, from its start; only where `retries` says so."""
 
     def dropped(self) -> Mapping[str, Stop]:
         """Experiments that were put aside and will not be asked for again: they end here. To be called after `ask`.
@@ -215,6 +222,8 @@ class Listed(Search):
 
     One that goes on from the state of a shorter list asks for what that one did not have.
     """
+
+    retries = True
 
     def __init__(self, experiments: Sequence[Experiment]):
         self.experiments = tuple(experiments)

@@ -147,8 +147,10 @@ class Asha(Listed):
         self._came: dict[int, dict[str, float]] = {}
 
     def ask(self, width: int) -> Sequence[Trial]:
-        trials = super().ask(width)
-        return [trials[number] for number in self._order] if trials else trials
+        # of a longer list than the one whose state it goes on from, some alone
+        trials = {trial.experiment.id: trial for trial in super().ask(width)}
+        ordered = [self.experiments[number].id for number in self._order]
+        return [trials[name] for name in ordered if name in trials]
 
     def part(self, number: int, shares: Sequence[Sequence[str]]) -> Search:
         seed = job_seed(self._seed, number, len(shares))
@@ -171,6 +173,10 @@ class Asha(Listed):
                 value = came[report.experiment.id]
                 stopped[report.experiment.id] = Stop(not_among(kept, len(came), rung, self._metric, value))
         return stopped
+
+    def forget(self, name: str) -> None:
+        for came in self._came.values():
+            came.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
         came = {str(rung): list(map(list, values.items())) for rung, values in self._came.items()}

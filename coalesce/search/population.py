@@ -60,6 +60,8 @@ class Population(Listed):
     """
 
     replays = True
+    # alone there would be nobody whom it could copy
+    retries = False
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ class Stopping(Search):
         self, inner: Search, metric: Metric, patience: int | None, min_delta: float = 0.0, target: float | None = None
     ):
         self.inner = inner
-        self.replays = inner.replays
+        self.replays, self.retries = inner.replays, inner.retries
         self.lists, self.asks_again, self.together = inner.lists, inner.asks_again, inner.together
         self._metric, self._patience, self._min_delta, self._target = metric, patience, min_delta, target
         #: Experiment → the best value that counted as an improvement, measurements since then, and the last one's step.
@@ -63,6 +63,10 @@ class Stopping(Search):
     def ended(self, ending: Ending) -> None:
         self._history.pop(ending.experiment.id, None)
         self.inner.ended(ending)
+
+    def forget(self, name: str) -> None:
+        self._history.pop(name, None)
+        self.inner.forget(name)
 
     def dropped(self) -> Mapping[str, Stop]:
         return self.inner.dropped()

@@ -129,6 +129,16 @@ class RunPaths:
         return self.folder / "study.db"
 
     @property
+    def retried(self) -> Path:
+        """Which experiments were begun once more, and which parts therefore no longer count for them."""
+        return self._own("retried", "json")
+
+    def retries(self) -> list[Path]:
+        """Such files that exist, of all jobs."""
+        found = [RunPaths(self.folder).retried, *self.jobs_folder.glob("retried-*.json")]
+        return sorted(path for path in found if path.is_file())
+
+    @property
     def jobs_folder(self) -> Path:
         """What jobs write that is none of the results, and what is known of them."""
         return self.folder / "jobs"

@@ -16,9 +16,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     """A plan as it stands in the run folder.
 
     Returns:
-        ``name``, ``keys``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions, sizes, riding
-        keys, shape, ids) and ``experiments`` (id, cohort, values, configuration, introduced), in the sweep's
-        order.
+        ``name``, ``keys``, ``search``, ``trainer``, ``cohorts`` (index, width, pieces, checkpoint, convolutions,
+        sizes, riding keys, shape, ids) and ``experiments`` (id, cohort, values, configuration, introduced), in the
+        sweep's order.
     """
     cohort_of = {experiment.id: c.cohort.index for c in plan.cohorts for experiment in c.cohort.experiments}
     return {
@@ -27,6 +27,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "trainer": dataclasses.asdict(plan.trainer),
         "cohorts": [cohort_json(cohort) for cohort in plan.cohorts],
         "failed": dict(plan.failed),
+        "search": plan.search,
         "experiments": [
             {
                 "id": experiment.id,
@@ -94,8 +95,9 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         )
     cohorts = tuple(cohort_from_json(c, experiments) for c in data["cohorts"])
     trainer = Trainer(**{name: tuples(value) for name, value in data["trainer"].items()})
-    failed = data.get("failed", {})
-    return Plan(data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer, failed)
+    failed, search = data.get("failed", {}), data.get("search", "")
+    some = data["name"], tuple(data["keys"]), tuple(experiments.values()), cohorts, trainer, failed
+    return Plan(*some, search=search)
 
 
 def experiment_from_json(entry: Mapping[str, Any]) -> Experiment:

@@ -16,6 +16,7 @@ from coalesce.runner.listener import Result
 from coalesce.store.files import read_json, read_parquet, read_safetensors
 from coalesce.store.frames import best_experiment, history_frame, metric_columns, raw_frame, sorted_history, with_values
 from coalesce.store.paths import RunPaths
+from coalesce.store.retries import read_retries
 
 #: The weights of an experiment that a run keeps.
 WHICH = ("best", "last")
@@ -122,8 +123,9 @@ def ended(paths: RunPaths, experiments: Sequence[Experiment]) -> list[Result]:
     """
     known = {experiment.id: experiment for experiment in experiments}
     found: dict[str, Result] = {}
+    retries = read_retries(paths)
     for part in paths.result_parts():
-        frame = read_parquet(part)
+        frame = retries.counted(part, read_parquet(part))
         metrics = [name for name in metric_columns(frame) if not name.startswith("best/")]
         bests = [name for name in metric_columns(frame) if name.startswith("best/")]
         for row in frame.to_dict("records"):
@@ -148,14 +150,21 @@ def ended(paths: RunPaths, experiments: Sequence[Experiment]) -> list[Result]:
 
 
 def _raw(paths: RunPaths) -> pd.DataFrame:
-    parts = [read_parquet(part) for part in paths.result_parts()]
-    return pd.concat(parts, ignore_index=True) if parts else raw_frame([])
+    return _joined(paths, paths.result_parts(), raw_frame([]))
+
+
+def _joined(paths: RunPaths, parts: Sequence[Path], empty: pd.DataFrame) -> pd.DataFrame:
+    """What counts of the rows of parts."""
+    retries = read_retries(paths)
+    frames = [retries.counted(part, read_parquet(part)) for part in parts]
+    # a part of which nothing counts has columns that nobody else may have
+    frames = [frame for frame in frames if len(frame)]
+    return pd.concat(frames, ignore_index=True) if frames else empty
 
 
 def assemble_history(paths: RunPaths, plan: Mapping[str, Any]) -> pd.DataFrame:
     """The history from its parts."""
-    parts = [read_parquet(part) for part in paths.metric_parts()]
-    history = pd.concat(parts, ignore_index=True) if parts else history_frame([])
+    history = _joined(paths, paths.metric_parts(), history_frame([]))
     return sorted_history(history, [entry["id"] for entry in plan["experiments"]])
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,19 @@ class Snapshots:
                 old.unlink(missing_ok=True)
         self._last = path
         return path
+
+    def clear(self, kept: Path | None = None) -> None:
+        """Remove the snapshots of a run that is over, and their folder if nothing else is in it.
+
+        Args:
+            kept: one that stays.
+        """
+        for path in self.paths.snapshots():
+            if path != kept:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            # another job's may be there, or there were none
+            self.paths.snapshot_folder.rmdir()
 
 
 def write_snapshot(paths: RunPaths, number: int, snapshot: Snapshot) -> Path:

@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from coalesce.store.frames import Row, history_frame, raw_frame
 from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
+from coalesce.store.read import WHICH
+from coalesce.store.retries import write_retries
 from coalesce.store.signals import Interrupted, Signals, ended_by
 from coalesce.store.snapshots import Snapshots
 from coalesce.store.tables import remove_tables, write_tables
@@ -46,6 +49,7 @@ class RunWriter(Listener):
         configuration: the resolved configuration as YAML text.
         lock: of the folder, where it is held already.
         snapshots: of the folder, where one of them was read to go on from.
+        again: ids of experiments that are trained once more: what was written of them no longer counts.
         metrics_every_s: seconds after which recorded metrics are written.
         results_every_s: seconds after which an ended experiment is written even if no host boundary comes.
         metrics_rows: recordings after which metrics are written without waiting.
@@ -59,6 +63,7 @@ class RunWriter(Listener):
         *,
         lock: RunLock | None = None,
         snapshots: Snapshots | None = None,
+        again: Collection[str] = (),
         metrics_every_s: float = 5.0,
         results_every_s: float = 1.0,
         metrics_rows: int = 20_000,
@@ -83,6 +88,10 @@ class RunWriter(Listener):
         self._locked = False
         self._signals = Signals()
         self._snapshots = snapshots or Snapshots(paths)
+        self._again = tuple(again)
+        #: whether all is over, and the snapshot that is kept nevertheless
+        self._over = False
+        self._last_snapshot: Path | None = None
         self._snapshot_every_s: float | None = None
         self._snapshot_at = 0.0
 
@@ -109,6 +118,11 @@ class RunWriter(Listener):
             folder.mkdir(parents=True, exist_ok=True)
         if self._alone:
             remove_tables(self.paths)
+        if self._again:
+            write_retries(self.paths, self._again)
+            for name, which in product(self._again, WHICH):
+                # a second attempt may end with none
+                self.paths.weights(name, which).unlink(missing_ok=True)
         self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
         self._open_log()
         for path, why in self._snapshots.damaged.items():
@@ -200,6 +214,14 @@ class RunWriter(Listener):
         logger.info("snapshot %s", path.name)
         self._end_if_asked()
 
+    def over(self, take: Callable[[], Snapshot] | None) -> None:
+        self._signals.at_once = False
+        self._over = True
+        if take is not None:
+            with self._writing():
+                self.flush()
+                self._last_snapshot = self._snapshots.write(take())
+
     def closed(self, error: BaseException | None) -> None:
         self._signals.at_once = False
         try:
@@ -220,6 +242,8 @@ class RunWriter(Listener):
                 self.flush()
                 # of a job: whoever started the jobs sums up
                 ended = write_tables(self.paths, plan) if self._alone else len(self._ended)
+                if self._over and error is None:
+                    self._snapshots.clear(self._last_snapshot)
         except RunFolderError as late:
             if error is None:
                 raise
