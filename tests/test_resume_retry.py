@@ -141,7 +141,8 @@ def test_a_snapshot_of_the_earlier_attempt_is_not_gone_on_from(monkeypatch: pyte
         patched.setattr(Flawed, "broken", False)
         run(plan, [whole], search=search())
     # the first evaluation is sound, the second fails: in between it was saved
-    summary, calls = Flawed.summary, []
+    summary = Flawed.summary
+    calls: list[str] = []
 
     def late(self: Flawed, outputs: Any, split: str) -> dict[str, float]:
         self.broken = len(calls) > 1
