@@ -20,6 +20,7 @@ from coalesce.report import text
 from coalesce.report.fitting import header, print_fitting
 from coalesce.report.groups import plain
 from coalesce.report.summary import NAMED, print_best, print_broken
+from coalesce.report.watching import watch_run
 from coalesce.store.files import write_csv, write_parquet
 from coalesce.store.merge import Run, find_runs, labels, merged, read_run
 
@@ -34,6 +35,7 @@ _EPILOG = """\
 examples:
   python -m coalesce.results runs/lr_grid                         # its latest run
   python -m coalesce.results runs/a/2026-11-29_16-03-37 runs/b --csv both.csv
+  python -m coalesce.results runs/lr_grid --watch                 # how it is getting on, until it is over
   python -m coalesce.results runs/lr_grid --all --monitor test/accuracy --mode max --limit 5
 """
 
@@ -61,7 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--monitor", metavar="METRIC", help="what is best by its last value; by default the run's")
     parser.add_argument("--mode", choices=("max", "min"), help="which of its values are best; by default the run's")
     parser.add_argument("--limit", type=_limit, default=ROWS, metavar="N", help=f"rows; {ROWS} by default; 0: all")
+    parser.add_argument(
+        "--watch",
+        action="store_true",
+        help="show how one run is getting on, until it is over; Ctrl-C ends the watching",
+    )
     options = parser.parse_args(arguments)
+    if options.watch and (options.all or len(options.folders) > 1):
+        parser.error("--watch shows one run: it takes one FOLDER, and no --all")
     try:
         return _run(options, Console(width=None if sys.stdout.isatty() else WIDTH))
     # ValueError: what is no JSON, and what is no Parquet
@@ -79,6 +88,8 @@ def _limit(value: str) -> int:
 
 def _run(options: argparse.Namespace, console: Console) -> int:
     found = [run for folder in options.folders for run in find_runs(folder, options.all)]
+    if options.watch and not watch_run(found[0], console):
+        return DONE
     # the same folder twice is one run
     runs = [read_run(folder) for folder in {folder.resolve(): folder for folder in found}.values()]
     frame, keys = merged(runs)

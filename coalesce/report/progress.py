@@ -16,6 +16,7 @@ from rich.text import Text
 from coalesce.experiment import Experiment
 from coalesce.report import text
 from coalesce.report.fitting import telling
+from coalesce.report.pace import Pace
 from coalesce.runner.listener import Listener, Progress, Result
 from coalesce.runner.plan import Plan
 from coalesce.store.signals import ended_by
@@ -46,19 +47,17 @@ class ProgressView(Listener):
         self._progress: Progress | None = None
         self._compiling: tuple[str, float] | None = None
         self._verb = "compiling"
-        self._began = 0.0
+        self._pace = Pace(clock)
         self._statuses: Counter[str] = Counter()
         self._failed_before = 0
         self._speed = Speed()
-        self._printed = (0.0, 0.0)
         self._spinner = Spinner("dots")
 
     def started(self, plan: Plan) -> None:
         self._plan = plan
         self._keys = telling([experiment.values for experiment in plan.experiments], plan.keys)
         self._verb = "compiling" if plan.trainer.compile else "tracing"
-        self._began = self.clock()
-        self._printed = (self._began, 0.0)
+        self._pace.restart()
         steps = sum(experiment.steps for experiment in plan.experiments)
         # those that are not known yet have no number of steps
         length = f", {text.count(steps, 'step')} in all" if plan.count == len(plan.experiments) else ""
@@ -104,13 +103,8 @@ class ProgressView(Listener):
         self._compiling = None
         self._progress = progress
         self._speed.add(progress)
-        if self._live is None:
-            now, done = self.clock(), progress.steps / max(progress.total_steps, 1)
-            # a fiftieth of the time that has passed: a run of days is no log of ten thousand lines
-            interval = max(10.0, (now - self._began) / 50)
-            if done - self._printed[1] >= 0.1 or done == 1.0 or now - self._printed[0] >= interval:
-                self._printed = (now, done)
-                self._say(_line(progress, self._speed.per_second, self._statuses, self._keys))
+        if self._live is None and self._pace.due(progress.steps / max(progress.total_steps, 1)):
+            self._say(_line(progress, self._speed.per_second, self._statuses, self._keys))
 
     def closed(self, error: BaseException | None) -> None:
         if self._live is not None:
@@ -119,7 +113,7 @@ class ProgressView(Listener):
         if self._plan is None:
             return
         ended = sum(self._statuses.values())
-        took = text.duration(self.clock() - self._began)
+        took = text.duration(self._pace.passed_s)
         if self._progress is not None and self._plan.trainer.stack:
             compiling_s = max(self._progress.elapsed_s - self._progress.training_s, 0.0)
             took += f" ({text.duration(compiling_s)} of it {self._verb})"
@@ -161,9 +155,9 @@ def _experiment(experiment: Experiment) -> str:
 
 def _facts(progress: Progress, speed: float, statuses: Counter[str]) -> list[str]:
     steps_each = progress.total_steps / max(progress.total_experiments, 1)
-    facts = [f"{progress.lanes}/{progress.width} lanes", f"{_round(speed)} steps/s"]
+    facts = [f"{progress.lanes}/{progress.width} lanes", f"{text.rate(speed)} steps/s"]
     if steps_each:
-        facts.append(f"{_round(3600 * speed / steps_each)} experiments/h")
+        facts.append(f"{text.rate(3600 * speed / steps_each)} experiments/h")
     facts.append(f"{progress.experiments:,}/{progress.total_experiments:,} ended")
     return facts + [f"{statuses[status]:,} {status}" for status in ("diverged", "failed") if statuses[status]]
 
@@ -187,7 +181,3 @@ def _line(progress: Progress, speed: float, statuses: Counter[str], keys: Sequen
     cohort = f"cohort {progress.cohort + 1} of {progress.cohorts}"
     facts = [cohort, *_facts(progress, speed, statuses), _left(progress, speed), _best(progress, keys)]
     return f"{done:4.0%}: " + ", ".join(fact for fact in facts if fact)
-
-
-def _round(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else text.number(number, 2)

@@ -123,6 +123,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def rate(value: float) -> str:
+    """A speed with two digits, or as a whole number.
+
+    >>> [rate(v) for v in (1234.5, 99.123456, 0.123, 0.0)]
+    ['1,234', '99', '0.12', '0']
+    """
+    return f"{value:,.0f}" if value >= 100 else number(value, 2)
+
+
 def count(number: int, noun: str) -> str:
     """A number and its noun, which takes an s.
 

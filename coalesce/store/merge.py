@@ -51,19 +51,25 @@ class Run:
 
     def writer(self) -> str:
         """Which process writes the run now: "process 17 on host a"; or "" if none does, as far as can be seen."""
-        owner: Any = None
-        with suppress(OSError, ValueError):
-            owner = read_json(self.paths.lock_owner)
-        if owner is None:
-            return ""
-        if owner["host"] == socket.gethostname():
-            try:
-                os.kill(owner["pid"], 0)
-            except ProcessLookupError:
-                return ""  # it was killed
-            except PermissionError:
-                pass  # it is somebody else's
-        return f"process {owner['pid']} on host {owner['host']}"
+        found = writer_of(self.paths)
+        return "" if found is None else f"process {found[0]} on host {found[1]}"
+
+
+def writer_of(paths: RunPaths) -> tuple[int, str] | None:
+    """The number and the host of the process that writes a run now; None if none does, as far as can be seen."""
+    owner: Any = None
+    with suppress(OSError, ValueError):
+        owner = read_json(paths.lock_owner)
+    if owner is None:
+        return None
+    if owner["host"] == socket.gethostname():
+        try:
+            os.kill(owner["pid"], 0)
+        except ProcessLookupError:
+            return None  # it was killed
+        except PermissionError:
+            pass  # it is somebody else's
+    return int(owner["pid"]), str(owner["host"])
 
 
 def find_runs(folder: str | os.PathLike[str], every: bool = False) -> list[Path]:
