@@ -124,9 +124,9 @@ def duration(seconds: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A speed with two digits, or as a whole number.
+    """A speed with two digits, as `number` writes them, or as a whole number.
 
-    >>> [rate(v) for v in (1234.5, 99.123456, 0.123, 0.0)]
+    >>> [rate(v) for v in (1234.5, 99.123456, 0.123456, 0.0)]
     ['1,234', '99', '0.12', '0']
     """
     return f"{value:,.0f}" if value >= 100 else number(value, 2)
