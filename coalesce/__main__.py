@@ -22,7 +22,7 @@ from yaml import YAMLError
 
 from coalesce.configuration.command_line import adapt, hints, program_name, refuse_multirun
 from coalesce.configuration.language import register_resolvers
-from coalesce.errors import ConfigError, Problem, RunFolderError, TaskError, nearest
+from coalesce.errors import ConfigError, LaunchError, Problem, RunFolderError, TaskError, nearest
 from coalesce.store.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _app(config: DictConfig) -> int:
             return run_order(order)
     except ConfigError as error:
         return _refuse(str(error))
-    except (TaskError, RunFolderError) as error:
+    except (TaskError, RunFolderError, LaunchError) as error:
         print(f"coalesce: {error}", file=sys.stderr)
         return FAILED
 

@@ -60,3 +60,7 @@ class TaskError(RuntimeError):
 
 class RunFolderError(OSError):
     """A run folder cannot be written, or not be gone on from: the text says why, and what can be done."""
+
+
+class LaunchError(RuntimeError):
+    """Jobs cannot be started: the text says why, and what can be done."""

@@ -48,6 +48,10 @@ def begin(order: Order) -> int:
         ConfigError: what can be known only from the data is wrong.
     """
     console = Console()
+    if order.launcher.name != "process":
+        from coalesce.jobs.flow import begin as begin_jobs
+
+        return begin_jobs(order, console)
     with _planning(order.trainer, console):
         plan = plan_search(order.name, order.keys, order.search, rides, order.trainer)
     if order.plan_only:
@@ -88,12 +92,13 @@ def resume(folder: str, node: HydraConf, plan_only: bool, retry: Any = None) -> 
 
 def _go_on(paths: RunPaths, node: HydraConf, retry: Sequence[str], lock: RunLock | None, console: Console) -> int:
     """Go on with a run; without its lock, only tell what would be done."""
-    from coalesce.configuration.resume import overrides_of, read_resumed, settings
+    from coalesce.configuration.resume import launcher_of, overrides_of, read_resumed, settings
 
     back = reopen(paths)
     overrides = overrides_of(node)
     order = read_resumed(back, overrides) if overrides or _has_search(back) else None
     trainer = settings(back, order, overrides)
+    launcher = launcher_of(back) if order is None else order.launcher
     search: Search = order.search if order else Listed(back.plan.experiments)
     check_retry(retry, search)
     back = back.retrying(retry)
@@ -118,6 +123,15 @@ def _go_on(paths: RunPaths, node: HydraConf, retry: Sequence[str], lock: RunLock
     ordered = [*(e for e in experiments if e.id in known), *added]
     probes = () if search.lists else search.known()
     count = None if search.lists else search.count
+    if paths.jobs() or launcher.name != "process":
+        from coalesce.jobs.flow import go_on
+
+        with _planning(trainer, console):
+            more = probes, count, (), search.asks_again
+            plan = make_plan(back.plan.name, keys, ordered, rides, trainer, *more, elsewhere=True)
+        plan = replace(plan, experiments=tuple(experiments))
+        yaml = order.yaml if order is not None and overrides else back.configuration
+        return go_on(paths, back, plan, search, launcher, yaml, console, plan_only=lock is None)
     with _planning(trainer, console):
         earlier = back.plan.cohorts, search.asks_again
         plan = make_plan(back.plan.name, keys, ordered, rides, trainer, probes, count, *earlier)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +154,13 @@ class Folder:
         """The only run folder."""
         (found,) = self.path.glob("runs/*/*")
         return found
+
+
+@contextmanager
+def user_folder(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
+    """A folder with ``mytask.py``, in which this process works meanwhile."""
+    (path / "mytask.py").write_text(TASK)
+    monkeypatch.chdir(path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield Folder(path, capsys, monkeypatch)
+    sys.modules.pop("mytask", None)

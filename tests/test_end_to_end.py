@@ -25,16 +25,13 @@ import coalesce.__main__ as command_line
 from coalesce.report.progress import ProgressView
 from coalesce.runner.listener import Progress
 from coalesce.store.read import load_history, load_weights
-from end_to_end_helpers import ALONE, EAGER, ROOT, TASK, Folder
+from end_to_end_helpers import ALONE, EAGER, ROOT, TASK, Folder, user_folder
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Folder]:
-    (tmp_path / "mytask.py").write_text(TASK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield Folder(tmp_path, capsys, monkeypatch)
-    sys.modules.pop("mytask", None)
+    with user_folder(tmp_path, monkeypatch, capsys) as made:
+        yield made
 
 
 SWEEP = "sweep.params={optimizer.lr: [1e-2, 3e-2], task.scale: [0.5, 1], seed: range(2)}"

@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 
-class LaunchError(RuntimeError):
-    """Jobs cannot be started: the text says why, and what can be done."""
-
-
 class Work(Protocol):
     """What a job does. Where it is done by another process, it gets there pickled."""
 
@@ -83,6 +79,10 @@ class Launcher:
     def cancel(self, ids: Sequence[str]) -> None:
         """End jobs. Each is told by SIGTERM, and saves itself; those that are gone are left alone."""
         raise NotImplementedError
+
+    def close(self, ids: Sequence[str]) -> None:
+        """Nothing more is asked of jobs, which have said that they are at their ends. Those that are processes of this
+        machine are waited for."""
 
 
 class ThisProcess(Launcher):

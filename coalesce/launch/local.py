@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from submitit import LocalExecutor
+from submitit import Job, LocalExecutor
 
-from coalesce.launch.base import Launcher, LaunchError, Look, Submitted, Work
+from coalesce.errors import LaunchError
+from coalesce.launch.base import Launcher, Look, Submitted, Work
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: Minutes after which submitit would end a job. There is no limit here: this is a hundred years.
 FOREVER = 60 * 24 * 365 * 100
+
+#: Seconds that a process is waited for that has written all it had to.
+CLOSING_S = 20.0
 
 
 def devices() -> list[str]:
@@ -40,6 +46,8 @@ class Local(Launcher):
         self._devices = devices() if cuda else []
         #: id → the device that it was given
         self._given: dict[str, str] = {}
+        #: Those that this process started: they are its children, and wait for being asked how they ended.
+        self._children: dict[str, Job[Any]] = {}
 
     def submit(self, works: Sequence[Work], folder: Path) -> Sequence[Submitted]:
         free = self._free()
@@ -56,7 +64,7 @@ class Local(Launcher):
                 device = free[number] if self._devices else ""
                 job = executor.submit(work.within({VISIBLE: device}))
                 self._given[job.job_id] = device
-                # reaped by `look`, not by submitit, which would warn of a process that it lost
+                self._children[job.job_id] = job
                 submitted.append(Submitted(job.job_id, str(job.paths.stderr)))
         return submitted
 
@@ -65,7 +73,11 @@ class Local(Launcher):
         return [device for device in self._devices if device not in busy]
 
     def look(self, ids: Sequence[str]) -> Mapping[str, Look]:
-        return {name: Look("running" if _process(name) is not None else "gone") for name in ids}
+        return {name: Look("running" if self._is_there(name) else "gone") for name in ids}
+
+    def _is_there(self, name: str) -> bool:
+        child = self._children.get(name)
+        return _process(name) is not None if child is None else not child.done()
 
     def cancel(self, ids: Sequence[str]) -> None:
         for name in ids:
@@ -73,6 +85,11 @@ class Local(Launcher):
             if process is not None:
                 # submitit's own would be SIGINT, which these processes ignore; this is passed on to the job
                 process.send_signal(signal.SIGTERM)
+
+    def close(self, ids: Sequence[str]) -> None:
+        until = time.monotonic() + CLOSING_S
+        while any(self._is_there(name) for name in ids) and time.monotonic() < until:
+            time.sleep(0.05)
 
 
 def _process(name: str) -> psutil.Process | None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from coalesce.launch.base import Launcher, LaunchError, Look, Submitted, Work
+from coalesce.errors import LaunchError
+from coalesce.launch.base import Launcher, Look, Submitted, Work
 from coalesce.launch.settings import LauncherSettings
 
 #: Slurm's states of a job that is not over, and whether it waits.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from coalesce.errors import LaunchError
 from coalesce.launch.base import Launcher, Look, Work
 from coalesce.store.jobs import JobRecord, Standing, read_standing, write_record
 from coalesce.store.paths import RunPaths
@@ -46,10 +47,6 @@ class Outcome:
     message: str = ""
 
 
-#: Does something for each job that is started: makes its record.
-Recorded = Callable[[Work, str, str, int], JobRecord]
-
-
 def watch(
     paths: RunPaths,
     launcher: Launcher,
@@ -74,9 +71,6 @@ def watch(
 
     Returns:
         How each ended, by its number.
-
-    Raises:
-        LaunchError: one cannot be started again.
     """
     jobs = {record.number: record for record in records}
     outcomes: dict[int, Outcome] = {}
@@ -97,10 +91,14 @@ def watch(
             if outcome is None:
                 continue
             if outcome.status == "died" and record.attempt < retries:
-                jobs[number] = again(paths, launcher, works[number], record)
-                missed[number] = 0
-            else:
-                outcomes[number] = outcome
+                try:
+                    jobs[number] = again(paths, launcher, works[number], record)
+                except LaunchError as error:
+                    outcome = replace(outcome, message=f"{outcome.message}; it cannot be started again: {error}")
+                else:
+                    missed[number] = 0
+                    continue
+            outcomes[number] = outcome
         show(views)
         if len(outcomes) == len(jobs):
             return [outcomes[number] for number in sorted(outcomes)]

@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from coalesce.launch.base import LaunchError, Look
+from coalesce.errors import LaunchError
+from coalesce.launch.base import Look
 from coalesce.launch.settings import LauncherSettings
 from coalesce.launch.watch import JobView, standing_of
 from coalesce.report import text

@@ -14,6 +14,9 @@ from coalesce.errors import Problem
 #: A folder name may have 255 bytes on the usual file systems; this leaves room for whatever a user appends.
 NAME_BYTES = 100
 
+#: The weights of an experiment that a run keeps.
+WHICH = ("best", "last")
+
 
 def safe_name(name: str) -> str:
     """A sweep's name as the name of one folder: letters, digits, ``.``, ``_`` and ``-``, never empty or hidden.

@@ -15,11 +15,8 @@ from coalesce.experiment import Experiment
 from coalesce.runner.listener import Result
 from coalesce.store.files import read_json, read_parquet, read_safetensors
 from coalesce.store.frames import best_experiment, history_frame, metric_columns, raw_frame, sorted_history, with_values
-from coalesce.store.paths import RunPaths
+from coalesce.store.paths import WHICH, RunPaths
 from coalesce.store.retries import read_retries
-
-#: The weights of an experiment that a run keeps.
-WHICH = ("best", "last")
 
 
 def load(folder: str | os.PathLike[str]) -> pd.DataFrame:

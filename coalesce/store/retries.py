@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from coalesce.store.files import read_json, write_json
-from coalesce.store.paths import RunPaths
+from coalesce.store.paths import WHICH, RunPaths
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def read_retries(paths: RunPaths) -> Retries:
 
 
 def write_retries(paths: RunPaths, experiments: Collection[str]) -> None:
-    """Let nothing count any more that was written of these experiments. Whoever calls it holds the folder's lock."""
+    """Let nothing count any more that was written of these experiments, and remove their weights. Whoever calls it
+    holds the folder's lock."""
     entry = {
         "experiments": sorted(experiments),
         "metrics": _ends(paths.metric_parts()),
@@ -65,6 +67,9 @@ def write_retries(paths: RunPaths, experiments: Collection[str]) -> None:
     file = paths.retried
     file.parent.mkdir(exist_ok=True)
     write_json(file, [*(read_json(file) if file.exists() else []), entry])
+    for name, which in product(experiments, WHICH):
+        # a second attempt may end with none
+        paths.weights(name, which).unlink(missing_ok=True)
 
 
 def _ends(parts: list[Path]) -> dict[str, int]:

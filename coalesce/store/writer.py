@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from coalesce.store.frames import Row, history_frame, raw_frame
 from coalesce.store.lock import RunLock, cannot_write
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
-from coalesce.store.read import WHICH
 from coalesce.store.retries import write_retries
 from coalesce.store.signals import Interrupted, Signals, ended_by
 from coalesce.store.snapshots import Snapshots
@@ -120,9 +118,6 @@ class RunWriter(Listener):
             remove_tables(self.paths)
         if self._again:
             write_retries(self.paths, self._again)
-            for name, which in product(self._again, WHICH):
-                # a second attempt may end with none
-                self.paths.weights(name, which).unlink(missing_ok=True)
         self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
         self._open_log()
         for path, why in self._snapshots.damaged.items():

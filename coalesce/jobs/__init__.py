@@ -1,0 +1,1 @@
+"""A run in jobs: shared out, submitted, watched, and summed up."""
