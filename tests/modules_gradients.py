@@ -67,7 +67,7 @@ def together(model: nn.Module, x: Tensor, y: Tensor, a: Any) -> Tensor:
 
 
 rows(
-    Row("gradients by x", smooth, loss=equation, draws=True, compiled=True),
+    Row("gradients by x", smooth, loss=equation, draws=True, compiled=True, thorough=True),
     Row("gradient ascent", smooth, loss=attack),
     Row("adversaries", pair, loss=adversaries),
     Row("covariance", smooth, loss=together),

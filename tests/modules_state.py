@@ -98,7 +98,7 @@ rows(
     Row("tied", tied),
     Row("frozen and unused", partly),
     Row("buffers", buffers),
-    Row("writes", writes, compiled=True),
+    Row("writes", writes, compiled=True, thorough=True),
     Row("reads views below", reads_views_below),
     Row("pieces", pieces),
 )

@@ -86,7 +86,7 @@ def train_free(model: nn.Module) -> list[float]:
 
 
 @pytest.mark.parametrize("order", ["compiled, then given", "given, then compiled"])
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "whole" else pytest.mark.thorough) for n in WAYS])
 def test_a_compiled_model_trains_as_it_does_in_a_plain_loop(name: str, order: str) -> None:
     assert losses(WAYS[name], order) == losses(WAYS[name], "plain")
 

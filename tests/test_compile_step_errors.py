@@ -209,6 +209,7 @@ def test_batches_of_something_else() -> None:
         step((BATCHES[0][0], [1] * 17))
 
 
+@pytest.mark.thorough
 def test_graphs_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = BATCHES[0]
     monkeypatch.setattr("coalesce.engine.single.step.MOST_GRAPHS", 2)

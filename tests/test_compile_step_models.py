@@ -349,7 +349,7 @@ def test_checkpoints() -> None:
     assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_with_shared_segments() -> None:
     """Blocks of one kind share code; buffers, dropout, clipping and tied weights across the cuts."""
 

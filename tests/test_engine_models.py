@@ -258,12 +258,11 @@ class Functions(Small):
 @pytest.mark.parametrize(
     "task",
     [
-        Convolutions,
         ReadsBelow,
         AttentionWithWeights,
-        Encoder,
-        WeightNorm,
         Functions,
+        # `test_modules.py` has rows of their kind
+        *(pytest.param(task, marks=pytest.mark.thorough) for task in (Convolutions, Encoder, WeightNorm)),
     ],
 )
 def test_equals_the_plain_loop(task: type[Small]) -> None:

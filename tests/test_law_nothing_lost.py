@@ -93,7 +93,7 @@ def test_case_34_it_saves_within_two_seconds_of_the_signal(name: str, drive: Dri
     assert min(took) < 2, took
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_twenty_kills(drive: Driver, whole: Path, tmp_path: Path) -> None:
     codes = killed(drive, tmp_path, 20, seed=0)
     assert codes.count(-9) >= 10

@@ -272,7 +272,7 @@ def test_a_sweep_equals_plain_loops(options: Config) -> None:
     assert total >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_bit_for_bit_whoever_the_neighbours_are() -> None:
     """Law 1, at equal width."""
     whole = ran(Net, PARAMS_OF_RAN, arguments={"double": True}, **SWEEP, **COMPILED)
