@@ -111,12 +111,12 @@ class CohortRun:
             # what had to begin again could not be built
             return
         started_s = time.monotonic()
-        early = self._advance()
+        taken, left = self._advance()
         reading = self.lanes.read()
         for lane, slot in self.busy:
             self.run.totals.steps += reading.steps[lane] - slot.steps
-            slot.moved, slot.steps = slot.moved + reading.steps[lane] - slot.steps, reading.steps[lane]
-        if not early:
+            slot.advanced(reading.steps[lane], taken, reading.alive[lane])
+        if not left:
             self._boundary(reading)
         self.run.totals.training_s += time.monotonic() - started_s
 
@@ -171,15 +171,17 @@ class CohortRun:
             self.lanes = self._guarded(self._build)
             self._guarded(self._refill)
 
-    def _advance(self) -> bool:
+    def _advance(self) -> tuple[int, int]:
         """Step to the next place at which some lane is due.
 
         Returns:
-            Whether a listener asked for stopping before it. Then nobody is due, not even a lane at its end: it would be
-            filled earlier than without, and the search told of other experiments beside it.
+            The steps taken, and those that are left since a listener asked for stopping before it. Then nobody is due,
+            not even a lane at its end: it would be filled earlier than without, and the search told of other
+            experiments beside it.
         """
         every = self.trainer.every
-        due = min(min(every - slot.steps % every for _, slot in self.busy), self._longest())
+        longest = max(slot.end - slot.clock for _, slot in self.busy)
+        due = whole = min(longest, *(every - slot.clock % every for _, slot in self.busy))
         while due > 0:
             # by time, which decides nothing but when one is asked; the first step tells how long one takes
             some = 1 if math.isnan(self.step_s) else max(1, min(due, int(POLL_S / max(self.step_s, 1e-9))))
@@ -190,11 +192,8 @@ class CohortRun:
             self.step_s = (time.monotonic() - started_s) / some
             due -= some
             if any(listener.wants_boundary() for listener in self.run.listeners):
-                return due > 0
-        return False
-
-    def _longest(self) -> int:
-        return max(slot.end - slot.steps for _, slot in self.busy)
+                break
+        return whole - due, due
 
     def _refill(self) -> None:
         for lane, slot in enumerate(self.slots):
@@ -251,12 +250,17 @@ class CohortRun:
         if judged:
             self.lanes.observe({lane: slot.metrics.get(slot.monitored, math.nan) for lane, slot in judged.items()})
         self._keep_better()
-        stopped = self._hear({lane: slot for lane, slot in due.items() if lane not in failed}, finished | broken)
-        left = {lane: due[lane] for lane in (finished | stopped.keys()) - failed.keys()}
+        hoping = self._hoping(broken, due)
+        told = {lane: slot for lane, slot in due.items() if lane not in failed}
+        stopped, revived = self._hear(told, finished | (broken - hoping), hoping)
+        hoping, broken = hoping - revived, broken - revived
+        left = {lane: due[lane] for lane in (finished | stopped.keys()) - failed.keys() - broken}
         failed |= self._test(left)
         for lane, slot in due.items():
             if lane in failed:
                 self._take_out(lane, slot, "failed", str(failed[lane]))
+            elif lane in hoping:
+                continue
             elif lane in broken:
                 self._take_out(lane, slot, "diverged", slot.broke(bool(reading.finite) and reading.finite[lane]))
             elif lane in finished:
@@ -266,18 +270,29 @@ class CohortRun:
             elif slot.steps >= slot.end:
                 self._put_aside(lane, slot)
 
-    def _hear(self, due: Mapping[int, Slot], over: set[int]) -> dict[int, str]:
+    def _hoping(self, broken: set[int], due: Mapping[int, Slot]) -> set[int]:
+        """Of the lanes that broke those that stay, standing still, since the search may let them copy another one."""
+        if not self.run.search.replaces_broken:
+            return set()
+        others = {slot.clock for lane, slot in self.busy if lane not in broken and slot.steps < slot.end}
+        return {lane for lane in broken if due[lane].clock in others}
+
+    def _hear(self, due: Mapping[int, Slot], over: set[int], broken: set[int]) -> tuple[dict[int, str], set[int]]:
         """Tell the search what was measured, and do what it says.
 
         Args:
             over: lanes that are at their end.
+            broken: lanes that broke, and are not at their end.
 
         Returns:
-            lane → why its experiment is stopped.
+            lane → why its experiment is stopped; and the lanes that are broken no more.
         """
         lanes = sorted(due, key=lambda lane: due[lane].order)
         lane_of = {due[lane].experiment.id: lane for lane in lanes}
-        reports = [Report(due[lane].experiment, due[lane].steps, due[lane].fresh) for lane in lanes]
+        reports = [
+            Report(s.experiment, s.clock, {}) if n in broken else Report(s.experiment, s.steps, s.fresh)
+            for n, s in ((lane, due[lane]) for lane in lanes)
+        ]
         verdicts = self.run.search.tell(reports)
         stopped: dict[int, str] = {}
         copies: list[tuple[int, Copy]] = []
@@ -294,11 +309,16 @@ class CohortRun:
         states = self.lanes.save(sources) if copies else []
         floats = [due[source].riding(self.planned.cohort.riding) for source in sources]
         for (lane, copy), state, values in zip(copies, states, floats, strict=True):
-            slot = due[lane]
+            slot, steps = due[lane], due[lane_of[copy.source]].steps
+            if lane in broken:
+                text = "%s broke after %d steps, and goes on as a copy of experiment %s at step %d"
+                logger.warning(text, slot.experiment, slot.steps, copy.source, steps)
+                self.run.totals.steps += steps - slot.steps
+                slot.steps = slot.clock = steps
             slot.floats = {**values, **copy.values}
             self.lanes.go_on(lane, slot.experiment.varied(slot.floats), state)
             self._record(lane, slot, {f"value/{key}": value for key, value in slot.floats.items()})
-        return stopped
+        return stopped, broken & {lane for lane, _ in copies}
 
     def _source(self, copy: Copy, lane_of: Mapping[str, int]) -> int:
         if copy.source not in lane_of:

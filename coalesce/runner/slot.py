@@ -29,6 +29,7 @@ class Slot:
         order: its place among those that were asked for together.
         until: the step at which it is put aside; None: it trains to its end.
         steps: updates done; ``moved``: those since it was last due.
+        clock: the updates that it would have done had it not broken: where it stands among others.
         aside: whether it was put aside.
         metrics: the last value of each; ``fresh``: those of the boundary that it stands at.
         best: the values of the validation metrics when the monitored one was best, at ``best_step``; and those of the
@@ -42,6 +43,7 @@ class Slot:
     until: int | None = None
     steps: int = 0
     moved: int = 0
+    clock: int = 0
     aside: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     best: dict[str, float] = field(default_factory=dict)
@@ -60,6 +62,17 @@ class Slot:
     @property
     def seconds_now(self) -> float:
         return self.seconds + time.monotonic() - self.since_s
+
+    def advanced(self, to: int, taken: int, alive: bool) -> None:
+        """Steps were taken.
+
+        Args:
+            to: the updates that it has done now.
+            taken: the steps of the graph.
+            alive: whether it is sound still.
+        """
+        self.moved, self.steps = self.moved + to - self.steps, to
+        self.clock = to if alive else min(self.clock + taken, self.experiment.steps)
 
     @property
     def monitored(self) -> str:
@@ -107,7 +120,8 @@ class Slot:
         copies: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else value for name, value in facts.items()
         }
-        return cls(experiment, **copies)
+        # the snapshot of an earlier version has none
+        return cls(experiment, **{"clock": copies["steps"], **copies})
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,11 @@ class Search:
     #: that ended since stay ended, and the search is told so.
     replays = False
 
+    #: Whether an experiment that diverged stays in its lane, standing still, as long as another one is there that has
+    #: begun with it and is sound: it may be told to copy that one. It is reported at the step at which it would be,
+    #: without metrics.
+    replaces_broken = False
+
     #: Whether an experiment that has ended may be trained once more. Not where others were judged by how it ended, or
     #: it cannot be trained by itself.
     retries = False

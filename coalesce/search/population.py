@@ -46,7 +46,7 @@ class Population(Listed):
     ``resample`` it is drawn anew, otherwise it is multiplied by one of the ``factors``, and stays between the ends of
     its interval, or between the least and the greatest value of its list. (The paper's truncation selection, its
     perturbation and its resampling.) An experiment whose metric is not finite counts among the worst, and is never
-    copied.
+    copied; one that diverged does so at the next such moment, if there is one before its end.
 
     Args:
         experiments: of one graph, with equally many steps.
@@ -60,6 +60,7 @@ class Population(Listed):
     """
 
     replays = True
+    replaces_broken = True
     # alone there would be nobody whom it could copy
     retries = False
 

@@ -31,6 +31,7 @@ class Stopping(Search):
     ):
         self.inner = inner
         self.replays, self.retries = inner.replays, inner.retries
+        self.replaces_broken = inner.replaces_broken
         self.lists, self.asks_again, self.together = inner.lists, inner.asks_again, inner.together
         self._metric, self._patience, self._min_delta, self._target = metric, patience, min_delta, target
         #: Experiment → the best value that counted as an improvement, measurements since then, and the last one's step.
