@@ -221,7 +221,7 @@ def test_plain_lines_of_a_run() -> None:
     assert shown(*done[:2], broke, done[3]) == [
         "jobs 0, 1, 3: ended",
         "job 2 (4711_2): broke: no data",
-        " 79%: 0 of 4 jobs at work, 0 steps/s, 21/28 ended, best val/accuracy 0.5000 (e0)",
+        " 79%: 0 of 4 jobs at work, 21/28 ended, best val/accuracy 0.5000 (e0)",
     ]
     assert shown.display.summary() == "4 jobs (3 ended, 1 broke); 21 of 28 experiments ended"
     assert not re.search(r"[^\x20-\x7e\n]", shown.file.getvalue())

@@ -132,7 +132,9 @@ def total_of(views: Sequence[JobView], mode: str, now: float) -> Total:
     left = _left(views, states)
     # one process is at work, or there would be nothing to show
     at_work = [f"{sum(kind in BUSY for kind in states)} of {text.count(len(views), 'job')} at work"]
-    facts = [*(at_work if len(views) > 1 else []), f"{text.rate(speed)} steps/s", f"{ended:,}/{count:,} ended"]
+    facts = at_work if len(views) > 1 else []
+    facts += [f"{text.rate(speed)} steps/s"] if speed else []
+    facts += [f"{ended:,}/{count:,} ended"]
     facts += [f"{failed:,} failed"] if failed else []
     facts += [left] if left else []
     # where steps are not known beforehand, experiments tell how far it is
