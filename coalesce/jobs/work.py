@@ -23,6 +23,7 @@ from coalesce.store.decisions import agreed, decided
 from coalesce.store.jobs import read_standing, write_standing
 from coalesce.store.paths import RunPaths
 from coalesce.store.resume import reopen
+from coalesce.store.retries import read_retries
 from coalesce.store.signals import AGAIN, Interrupted
 from coalesce.store.snapshots import Snapshots
 from coalesce.store.writer import RunWriter
@@ -116,7 +117,7 @@ class JobWork:
             experiments |= {e.id: e for e in back.plan.experiments}
             trainer = replace(trainer, threads=back.plan.trainer.threads)
         else:
-            begun = Begun((), self._inherited(experiments))
+            begun = Begun((), self._inherited(experiments), attempts=read_retries(paths).attempts)
         places = {c.cohort.shape: Place(c.cohort.index, self.lanes[c.cohort.index]) for c in self._cohorts()}
         if self.search.lists:
             others = [e for c in self._cohorts() for e in c.cohort.experiments if e.id not in experiments]
@@ -149,6 +150,7 @@ class JobWork:
         tensors = {name: tensor for name, tensor in whole.tensors.items() if name.partition("/")[0] in slots}
         search = Listed(()).state_dict()
         facts = {"kind": self.search.kind, "search": search, "trials": [], "ended": [], "slots": slots}
+        facts["attempts"] = whole.facts.get("attempts", {})
         return Snapshot(facts, tensors)
 
     def _cohorts(self) -> list[PlannedCohort]:
