@@ -71,7 +71,7 @@ def test_it_goes_on_as_a_copy_of_one_of_the_best(caplog: pytest.LogCaptureFixtur
     assert told.progress[-1].steps == told.progress[-1].total_steps == 150
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_it_survives_an_interruption(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     # early, after each step
     monkeypatch.setattr("coalesce.runner.cohort.POLL_S", 0.0)
