@@ -55,6 +55,7 @@ class Note:
             "pid": os.getpid(),
             "told": list(told),
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "given": os.environ.get("GIVEN_TO_WORK"),
         }
         file = Path(self.folder) / f"{self.number}.json"
         file.with_suffix(".tmp").write_text(json.dumps(seen))

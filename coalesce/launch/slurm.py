@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from submitit import SlurmExecutor
 from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -25,6 +26,10 @@ PATIENCE_S = 30.0
 #: A job that is out of time is queued again as often as it gets on; whether it does is for the job to see. submitit
 #: counts what is cut off by the time limit, and takes every limit of ten minutes or less for that.
 TIMEOUTS = 10**6
+
+#: What submitit puts into the names of its files, and takes for such wherever it stands in their folder's; and signs
+#: that sbatch has no way to write.
+MEANT_OTHERWISE = ("%j", "%t", "%A", "%a", "\\", "\n")
 
 
 class Slurm(Launcher):
@@ -49,8 +54,14 @@ class Slurm(Launcher):
         self._accounting: bool | None = None
 
     def submit(self, works: Sequence[Work], folder: Path) -> Sequence[Submitted]:
+        bad = [sign for sign in MEANT_OTHERWISE if sign in str(folder.absolute())]
+        if bad:
+            raise LaunchError(f"a job's output can't go to {str(folder)!r}: Slurm reads {bad[0]!r} in a path otherwise")
         executor = SlurmExecutor(folder, max_num_timeout=TIMEOUTS, python=self._settings.python)
-        executor.update_parameters(**_parameters(self._settings, self._name))
+        parameters = _parameters(self._settings, self._name)
+        if "%" in str(folder.absolute()):
+            _escape(parameters, folder.absolute(), array=len(works) > 1)
+        executor.update_parameters(**parameters)
         try:
             with executor.batch():
                 jobs = [executor.submit(work) for work in works]
@@ -113,7 +124,7 @@ def _over(state: str, reason: str) -> Look:
     return Look("gone", why, cancelled=state.startswith("CANCELLED"))
 
 
-def _parameters(settings: LauncherSettings, name: str) -> dict[str, object]:
+def _parameters(settings: LauncherSettings, name: str) -> dict[str, Any]:
     """A launcher's settings as submitit has them."""
     asked = {
         "partition": settings.partition,
@@ -124,7 +135,7 @@ def _parameters(settings: LauncherSettings, name: str) -> dict[str, object]:
         "gres": settings.gres,
         "mem": None if settings.memory_gb is None else f"{round(1024 * settings.memory_gb)}M",
     }
-    parameters: dict[str, object] = {key: value for key, value in asked.items() if value is not None}
+    parameters: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     parameters |= {
         "job_name": name,
         "time": settings.time,
@@ -137,6 +148,16 @@ def _parameters(settings: LauncherSettings, name: str) -> dict[str, object]:
     if settings.jobs:
         parameters["array_parallelism"] = settings.jobs
     return parameters
+
+
+def _escape(parameters: dict[str, Any], folder: Path, *, array: bool) -> None:
+    """Name the files of a job's output once more: submitit leaves a percent sign in their folder's name as it is, and
+    sbatch and srun take it for the beginning of a pattern. What they are given last holds."""
+    job = "%A_%a" if array else "%j"
+    output, error = (f"{folder}/".replace("%", "%%") + f"{job}_%t_log.{name}" for name in ("out", "err"))
+    flags = {"output": output.replace("%t", "0"), "error": error.replace("%t", "0")}
+    parameters["additional_parameters"] = {**flags, **parameters["additional_parameters"]}
+    parameters["srun_args"] = ["--output", output, "--error", error, *(parameters["srun_args"] or ())]
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
