@@ -90,7 +90,7 @@ class Slurm(Launcher):
             return None
         found = {}
         for line in done.stdout.splitlines():
-            name, state, reason = line.strip().split("|")
+            name, state, reason = line.strip().split("|", 2)
             if state in WAITING:
                 found[name] = Look("waiting", reason if reason != "None" else state)
             elif state in RUNNING:
