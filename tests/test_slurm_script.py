@@ -166,7 +166,7 @@ def test_a_folder_that_is_read_otherwise_is_refused(fakes: Fakes, tmp_path: Path
 
 def test_what_sbatch_refuses_is_said_in_its_words(fakes: Fakes, tmp_path: Path) -> None:
     fakes.says("sbatch", "", "sbatch: error: invalid partition specified: nowhere\nsbatch: error: Batch job failed", 1)
-    with pytest.raises(LaunchError, match="^Slurm takes no jobs: invalid partition specified: nowhere$"):
+    with pytest.raises(LaunchError, match=r"^Slurm takes no jobs: invalid partition specified: nowhere$"):
         Slurm(LauncherSettings("slurm", partition="nowhere")).submit([Note(0, str(tmp_path))], tmp_path / "submitted")
 
 

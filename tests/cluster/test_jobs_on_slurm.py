@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import subprocess
@@ -148,7 +149,7 @@ def test_whatever_hits_a_job_nothing_is_lost(
         first = read_records(RunPaths(run))
         before = []
         for blow, record in zip(blows, first, strict=True):
-            slurm.wait(lambda number=record.number: trains(run, number), "the job trains", 120)
+            slurm.wait(functools.partial(trains, run, record.number), "the job trains", 120)
             blow(slurm, record)
             before.append(standing(run, record.number))
         said = ended(process)
@@ -157,6 +158,7 @@ def test_whatever_hits_a_job_nothing_is_lost(
     for blow, record, seen in zip(blows, read_records(RunPaths(run)), before, strict=True):
         last = standing(run, record.number)
         # another process has ended it, which was submitted anew only where the first one died without a word
-        assert last is not None and seen is not None
+        assert last is not None
+        assert seen is not None
         assert last.since > seen.since, said
         assert record.attempt == (1 if blow is kill else 0), said
