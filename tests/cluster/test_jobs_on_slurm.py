@@ -131,7 +131,7 @@ def preempt(slurm: Cluster, record: JobRecord) -> None:
 
 
 BLOWS: list[Sequence[Callable[[Cluster, JobRecord], None]]] = [(requeue, usr2, kill)]
-THOROUGH = [(requeue,), (usr2,), (kill,), (preempt,), (time_limit,)]
+THOROUGH = [(preempt,), (time_limit,)]
 
 
 @pytest.mark.parametrize(
