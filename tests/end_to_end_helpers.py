@@ -124,7 +124,11 @@ class Folder:
 
     def __call__(self, name: str, *arguments: str, quick: bool = True) -> tuple[int, str, str]:
         """Train the class of this name; exit code, stdout, stderr."""
-        self._monkeypatch.setattr(sys, "argv", ["coalesce", *self.arguments(name, *arguments, quick=quick)])
+        return self.command(*self.arguments(name, *arguments, quick=quick))
+
+    def command(self, *arguments: str) -> tuple[int, str, str]:
+        """Give the command with these arguments alone; exit code, stdout, stderr."""
+        self._monkeypatch.setattr(sys, "argv", ["coalesce", *arguments])
         code = command_line.main()
         return (code, *self._capsys.readouterr())
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 import pytest
 
 import coalesce
+from coalesce.jobs import flow
+from coalesce.launch.base import Launcher, Look, Submitted
+from coalesce.report.progress import ProgressView
+from coalesce.runner.listener import Listener, Progress
+from coalesce.store.beat import Beat
 from coalesce.store.jobs import read_records, read_standing
 from coalesce.store.paths import RunPaths
 from end_to_end_helpers import EAGER, ROOT, Folder, user_folder
@@ -18,15 +25,66 @@ from end_to_end_helpers import EAGER, ROOT, Folder, user_folder
 #: Where and how long.
 EXCEPTED = ["job", "device", "seconds"]
 
-#: Two cohorts, unequal lengths, a float that rides though some shares have but one value of it; more than the lanes.
-SWEEP = [
-    EAGER,
-    "trainer.width=2",
-    "trainer.threads=1",
-    "trainer.check=false",
-    "sweep.params={optimizer.lr: [0.01, 0.1], task.hidden: [4, 8], steps: [15, 20], task.dropout: [0.0, 0.2]}",
-]
-LOCAL = ["launcher=local", "launcher.poll_s=0.2", "trainer.device=cpu"]
+HOW = [EAGER, "trainer.width=2", "trainer.threads=1", "trainer.check=false"]
+#: Unequal lengths, floats that ride though some shares have but one value of them; more experiments than lanes.
+PARAMS = "sweep.params={optimizer.lr: [0.01, 0.1], steps: [15, 20], task.dropout: [0.0, 0.2]}"
+SWEEP = [*HOW, PARAMS]
+LOCAL = ["launcher=local", "launcher.poll_s=0.01", "trainer.device=cpu"]
+
+
+class Struck(BaseException):
+    """The process is killed."""
+
+
+class Strikes(Listener):
+    """Kills the run it listens to, at a boundary."""
+
+    def __init__(self, boundary: int):
+        self.left = boundary
+
+    def advanced(self, progress: Progress) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Struck
+
+
+class Inside(Launcher):
+    """Does what a launcher of processes does, without processes.
+
+    Args:
+        strikes: number of a job → at which boundary it is killed, each time that it is started.
+    """
+
+    name = "local"
+
+    def __init__(self, strikes: Mapping[int, Sequence[int]] | None = None):
+        self.strikes = {number: list(boundaries) for number, boundaries in (strikes or {}).items()}
+        self.started: list[int] = []
+
+    def submit(self, works: Sequence[Any], folder: Path) -> Sequence[Submitted]:
+        submitted = []
+        for given in works:
+            # as it gets to another process: a search has a state of its own
+            work = cloudpickle.loads(cloudpickle.dumps(given))
+            self.started.append(work.number)
+            name = f"p{len(self.started)}"
+            strikes = self.strikes.get(work.number, [])
+            try:
+                if strikes:
+                    # its last word is from before: nobody writes it down
+                    work.train([Strikes(strikes.pop(0))])
+                else:
+                    work.train([Beat(work.paths, name)])
+            except Struck:
+                pass
+            submitted.append(Submitted(name, "its.log"))
+        return submitted
+
+    def look(self, ids: Sequence[str]) -> Mapping[str, Look]:
+        return {name: Look("gone") for name in ids}
+
+    def cancel(self, ids: Sequence[str]) -> None:
+        raise AssertionError("nobody asked for it")
 
 
 @pytest.fixture
@@ -37,42 +95,169 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         yield made
 
 
-def frame_of(folder: Path) -> pd.DataFrame:
-    return coalesce.load(folder).drop(columns=EXCEPTED)
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Inside:
+    """Stands in for local processes."""
+    launcher, real = Inside(), flow.launcher_of
+
+    def stand_in(settings: Any, name: str, device: str = "auto") -> Launcher:
+        return launcher if settings.name == "local" else real(settings, name, device)
+
+    monkeypatch.setattr(flow, "launcher_of", stand_in)
+    return launcher
 
 
-def same(one: Path, two: Path) -> None:
+def frame_of(folder: Path, *more: str) -> pd.DataFrame:
+    return coalesce.load(folder).drop(columns=[*EXCEPTED, *more])
+
+
+def same(one: Path, two: Path, *but: str) -> None:
     """Whether two run folders hold the same results, history and weights."""
-    pd.testing.assert_frame_equal(frame_of(one), frame_of(two), check_exact=True)
+    pd.testing.assert_frame_equal(frame_of(one, *but), frame_of(two, *but), check_exact=True)
     pd.testing.assert_frame_equal(coalesce.load_history(one), coalesce.load_history(two), check_exact=True)
-    ids = coalesce.load(one)["experiment"]
+    ids = coalesce.load(one).query("status == 'finished'")["experiment"]
     for name in [ids.iloc[0], ids.iloc[-1]]:
         first, second = (coalesce.load_model(folder, name).state_dict() for folder in (one, two))
         for key, value in first.items():
             np.testing.assert_array_equal(value.numpy(), second[key].numpy(), err_msg=f"{name} {key}")
 
 
-def begun(folder: Folder, *arguments: str, code: int = 0) -> Path:
-    """The run folder of a command."""
+def begun(folder: Folder, *arguments: str, code: int = 0, task: str = "Mine") -> tuple[Path, str]:
+    """The run folder of a command, and what it printed."""
     before = set(folder.path.glob("runs/*/*"))
-    found = folder("Mine", *arguments)
-    assert found[0] == code, found
+    found, out, err = folder(task, *arguments)
+    assert found == code, (out, err)
     (made,) = set(folder.path.glob("runs/*/*")) - before
-    return made
+    return made, out + err
 
 
-def test_local_jobs_and_one_process(folder: Folder) -> None:
-    whole = begun(folder, *SWEEP)
-    jobs = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=3")
+#: Commands that were run in one process, and their run folders: what jobs are compared with is the same for many tests.
+WHOLE: dict[tuple[str, ...], Path] = {}
+
+
+def in_one_process(folder: Folder, *arguments: str) -> Path:
+    """The run folder of a command, of this test's or of one before."""
+    if arguments not in WHOLE:
+        WHOLE[arguments] = begun(folder, *arguments)[0]
+    return WHOLE[arguments]
+
+
+def resumed(folder: Folder, run: Path, *arguments: str, code: int = 0) -> str:
+    """What a command prints that goes on."""
+    found, out, err = folder.command(f"resume={run}", *arguments)
+    assert found == code, (out, err)
+    return out + err
+
+
+def test_local_processes_and_one_process(folder: Folder) -> None:
+    whole = in_one_process(folder, *SWEEP)
+    jobs, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2")
     same(whole, jobs)
     records = read_records(RunPaths(jobs))
-    assert [record.number for record in records] == [0, 1, 2]
+    assert [record.number for record in records] == [0, 1]
     assert sorted(name for record in records for name in record.experiments) == sorted(frame_of(whole)["experiment"])
+    frame = coalesce.load(jobs)
     for record in records:
         standing = read_standing(RunPaths(jobs, record.number))
         assert standing is not None
         assert (standing.state, standing.id, standing.visible) == ("ended", record.id, "")
-    frame = coalesce.load(jobs)
-    assert set(frame["job"]) == {0, 1, 2}
-    for record in records:
         assert set(frame["job"][frame["experiment"].isin(record.experiments)]) == {record.number}
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_however_many_jobs(jobs: int, folder: Folder, inside: Inside) -> None:
+    whole = in_one_process(folder, *SWEEP)
+    run, _ = begun(folder, *SWEEP, *LOCAL, f"launcher.jobs={jobs}")
+    same(whole, run)
+    assert inside.started == list(range(jobs))
+
+
+def test_what_died_goes_on_from_where_it_was(folder: Folder, inside: Inside) -> None:
+    whole = in_one_process(folder, *SWEEP)
+    inside.strikes = {0: [3, 2], 1: [1]}
+    run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "trainer.snapshot_minutes=0")
+    assert inside.started == [0, 1, 0, 1, 0]
+    same(whole, run)
+
+
+def test_what_cannot_be_finished_has_failed_and_can_be_retried(folder: Folder, inside: Inside) -> None:
+    whole = in_one_process(folder, *SWEEP)
+    inside.strikes = {1: [2, 2]}
+    run, out = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=1", code=1)
+    assert "job 1 died: job 1 (p3) died: its process is gone" in out
+    frame = coalesce.load(run)
+    assert len(frame) == 8
+    lost = frame[frame["status"] == "failed"]
+    assert set(lost["job"]) == {1}
+    assert lost["message"].str.contains("what it printed: its.log").all()
+    assert "nothing to train" in resumed(folder, run, code=1)
+    resumed(folder, run, "retry=failed")
+    same(whole, run)
+    assert inside.started == [0, 1, 1, 1]
+
+
+def test_more_seeds_are_more_jobs(folder: Folder, inside: Inside) -> None:
+    some, more = ("sweep.params={optimizer.lr: [0.01, 0.1], seed: " + seeds + "}" for seeds in ("[0, 1]", "[0, 1, 2]"))
+    whole = in_one_process(folder, *HOW, more)
+    run, _ = begun(folder, *HOW, some, *LOCAL, "launcher.jobs=2")
+    resumed(folder, run, "sweep.params.seed=[0, 1, 2]")
+    same(whole, run)
+    assert set(coalesce.load(run)["job"]) == {0, 1, 2, 3}
+
+
+def test_a_run_in_jobs_goes_on_in_this_process(folder: Folder, inside: Inside) -> None:
+    whole = in_one_process(folder, *SWEEP)
+    inside.strikes = {0: [2], 1: [1]}
+    run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=0", code=1)
+    resumed(folder, run, "launcher=process", "retry=failed")
+    same(whole, run)
+    assert inside.started == [0, 1]
+
+
+def test_a_run_of_one_process_goes_on_in_jobs(folder: Folder, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the laptop to the cluster: what had begun goes on from its snapshot."""
+    whole = in_one_process(folder, *SWEEP)
+    before = set(folder.path.glob("runs/*/*"))
+    boundaries = []
+
+    def advanced(self: ProgressView, progress: Progress) -> None:
+        boundaries.append(progress.steps)
+        if len(boundaries) == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ProgressView, "advanced", advanced)
+        assert folder("Mine", *SWEEP, "trainer.snapshot_minutes=0")[0] == 130
+    (run,) = set(folder.path.glob("runs/*/*")) - before
+    resumed(folder, run, *LOCAL, "launcher.jobs=2")
+    same(whole, run)
+    assert inside.started == [0, 1]
+    # what the first process had done was not done once more
+    log = RunPaths(run, 0).log.read_text() + RunPaths(run, 1).log.read_text()
+    assert "starts again" not in log
+
+
+def test_an_experiment_that_fails_costs_itself(folder: Folder, inside: Inside) -> None:
+    sweep = [*HOW, "sweep.params={task.scale: [1.0, 2.0, 3.0, 4.0], seed: [0, 1]}"]
+    whole, _ = begun(folder, *sweep, task="Picky", code=1)
+    run, _ = begun(folder, *sweep, *LOCAL, "launcher.jobs=3", task="Picky", code=1)
+    same(whole, run)
+    assert (coalesce.load(run)["status"] == "failed").sum() == 4
+
+
+def test_the_plan_alone(folder: Folder, inside: Inside) -> None:
+    code, out, _ = folder("Mine", *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.experiments_per_job=3", "plan=true")
+    assert code == 0
+    assert "3 jobs of 3, 3, 2 experiments, by launcher=local" in out
+    assert folder.files() == set()
+    assert inside.started == []
+
+
+def test_jobs_that_are_there_still(folder: Folder, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside.strikes = {0: [1]}
+    run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=0", code=1)
+    monkeypatch.setattr(Inside, "look", lambda self, ids: {name: Look("running") for name in ids})
+    out = resumed(folder, run, "retry=failed", code=1)
+    assert "2 jobs of" in out
+    assert "still waiting or running" in out
+    assert "--watch" in out
