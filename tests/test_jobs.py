@@ -149,6 +149,7 @@ def resumed(folder: Folder, run: Path, *arguments: str, code: int = 0) -> str:
     return out + err
 
 
+@pytest.mark.slow
 def test_local_processes_and_one_process(folder: Folder) -> None:
     whole = in_one_process(folder, *SWEEP)
     jobs, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2")
@@ -164,7 +165,7 @@ def test_local_processes_and_one_process(folder: Folder) -> None:
         assert set(frame["job"][frame["experiment"].isin(record.experiments)]) == {record.number}
 
 
-@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_however_many_jobs(jobs: int, folder: Folder, inside: Inside) -> None:
     whole = in_one_process(folder, *SWEEP)
     run, _ = begun(folder, *SWEEP, *LOCAL, f"launcher.jobs={jobs}")
@@ -180,7 +181,9 @@ def test_what_died_goes_on_from_where_it_was(folder: Folder, inside: Inside) -> 
     same(whole, run)
 
 
-def test_what_cannot_be_finished_has_failed_and_can_be_retried(folder: Folder, inside: Inside) -> None:
+def test_what_cannot_be_finished_has_failed_and_can_be_retried(
+    folder: Folder, inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = in_one_process(folder, *SWEEP)
     inside.strikes = {1: [2, 2]}
     run, out = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=1", code=1)
@@ -191,6 +194,11 @@ def test_what_cannot_be_finished_has_failed_and_can_be_retried(folder: Folder, i
     assert set(lost["job"]) == {1}
     assert lost["message"].str.contains("what it printed: its.log").all()
     assert "nothing to train" in resumed(folder, run, code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Inside, "look", lambda self, ids: {name: Look("running") for name in ids})
+        out = resumed(folder, run, "retry=failed", code=1)
+        assert "still waiting or running: 2 jobs of" in out
+        assert "--watch" in out
     resumed(folder, run, "retry=failed")
     same(whole, run)
     assert inside.started == [0, 1, 1, 1]
@@ -205,6 +213,7 @@ def test_more_seeds_are_more_jobs(folder: Folder, inside: Inside) -> None:
     assert set(coalesce.load(run)["job"]) == {0, 1, 2, 3}
 
 
+@pytest.mark.thorough
 def test_a_run_in_jobs_goes_on_in_this_process(folder: Folder, inside: Inside) -> None:
     whole = in_one_process(folder, *SWEEP)
     inside.strikes = {0: [2], 1: [1]}
@@ -253,11 +262,20 @@ def test_the_plan_alone(folder: Folder, inside: Inside) -> None:
     assert inside.started == []
 
 
-def test_jobs_that_are_there_still(folder: Folder, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside.strikes = {0: [1]}
-    run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=0", code=1)
-    monkeypatch.setattr(Inside, "look", lambda self, ids: {name: Look("running") for name in ids})
-    out = resumed(folder, run, "retry=failed", code=1)
-    assert "2 jobs of" in out
-    assert "still waiting or running" in out
-    assert "--watch" in out
+def test_what_a_search_has_seen_is_not_divided(folder: Folder, inside: Inside) -> None:
+    asha = ["search=asha", "search.min_steps=10", "trainer.monitor=val/loss", "trainer.mode=min"]
+    run, _ = begun(folder, *HOW, *asha, "sweep.params={optimizer.lr: [0.01, 0.1]}", "steps=20")
+    # as if it had not ended
+    for part in RunPaths(run).result_parts():
+        part.unlink()
+    assert "began in one process" in resumed(folder, run, *LOCAL, code=1)
+    assert inside.started == []
+
+
+def test_a_population_that_cannot_be_divided_leaves_no_folder(folder: Folder, inside: Inside) -> None:
+    population = ["search=pbt", "search.interval=10", "trainer.monitor=val/loss", "trainer.mode=min"]
+    sweep = ["sweep.params={optimizer.lr: [0.01, 0.02, 0.1]}", "steps=20", "launcher.jobs=2"]
+    code, _, err = folder("Mine", *HOW, *LOCAL, *population, *sweep)
+    assert code == 2
+    assert "launcher.jobs" in err
+    assert folder.files() == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from rich.console import Console
 from coalesce.configuration import rides
 from coalesce.errors import LaunchError, RunFolderError
 from coalesce.jobs.collect import DONE, INTERRUPTED, sum_up
-from coalesce.jobs.shares import shared_out, sizes, threads_of, with_widths, works_of
+from coalesce.jobs.shares import parts_of, shared_out, threads_of, with_widths, works_of
 from coalesce.jobs.work import JobWork, own_id
 from coalesce.launch.base import Launcher, Submitted, ThisProcess
 from coalesce.launch.settings import LauncherSettings
@@ -27,7 +28,7 @@ from coalesce.search.base import Search
 from coalesce.store.decisions import agreed
 from coalesce.store.environment import environment
 from coalesce.store.files import write_json, write_text
-from coalesce.store.jobs import JobRecord, read_records, write_record
+from coalesce.store.jobs import OVER, JobRecord, read_records, write_record
 from coalesce.store.lock import RunLock
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
@@ -37,6 +38,10 @@ from coalesce.store.tables import remove_tables
 
 if TYPE_CHECKING:
     from coalesce.configuration.hydra import Order
+
+#: Seconds after which a process of another machine that has said nothing counts as dead. It says nothing while it
+#: compiles.
+SILENT_S = 600.0
 
 
 def begin(order: Order, console: Console) -> int:
@@ -58,16 +63,18 @@ def begin(order: Order, console: Console) -> int:
     plan = with_widths(plan, lanes)
     if order.plan_only:
         print_plan(plan, console)
-        each = ", ".join(str(size) for size in sizes(order.search, shares))
+        each = ", ".join(str(part.count) for part in parts_of(order.search, shares))
         text.say(console, f"{text.count(len(shares), 'job')} of {each} experiments, by launcher={settings.name}.")
         return DONE
+    # before there is a folder: a search may refuse to be divided so
+    parts = parts_of(order.search, shares)
     paths = RunPaths.create(order.runs.absolute(), order.name)
     with RunLock(paths):
         paths.jobs_folder.mkdir()
         write_text(paths.configuration, order.yaml)
         write_json(paths.environment, environment("cpu"))
         write_json(paths.plan, plan_json(plan))
-        works = works_of(paths, plan, order.search, shares, lanes, settings)
+        works = works_of(paths, plan, parts, shares, lanes, settings)
         return carry_out(paths, plan, launcher, settings, works, console)
 
 
@@ -107,15 +114,16 @@ def go_on(
     shares = [record.experiments for record in records]
     widths = {c.cohort.shape: c.width for c in back.plan.cohorts}
     lanes = {c.cohort.index: widths[c.cohort.shape] for c in plan.cohorts if c.cohort.shape in widths}
+    if not records and (search.replays or not search.lists):
+        # what it has seen is not divided
+        where = f"the search of {str(paths.folder)!r} began in one process"
+        raise RunFolderError(f"{where}, and goes on in one: launcher=process")
     if search.lists:
         more, wide = shared_out(_without(plan, over.union(*shares)), search, settings)
         shares += more
         lanes = wide | lanes
         left = [number for number, ids in enumerate(shares) if not over.issuperset(ids)]
     else:
-        if not records:
-            where = f"the search of {str(paths.folder)!r} began in one process"
-            raise RunFolderError(f"{where}, and goes on in one: launcher=process")
         standings = {record.number: standing_of(paths, record) for record in records}
         left = [number for number, standing in standings.items() if standing is None or standing.state != "ended"]
     plan = with_widths(plan, lanes)
@@ -138,7 +146,7 @@ def go_on(
     paths.jobs_folder.mkdir(exist_ok=True)
     write_text(paths.configuration, yaml)
     write_json(paths.plan, plan_json(plan))
-    works = works_of(paths, plan, search, shares, lanes, settings)
+    works = works_of(paths, plan, parts_of(search, shares), shares, lanes, settings)
     return carry_out(paths, plan, launcher, settings, {number: works[number] for number in left}, console)
 
 
@@ -155,19 +163,29 @@ def _check_over(paths: RunPaths, records: Sequence[JobRecord]) -> None:
     Raises:
         RunFolderError: some are, or nobody knows.
     """
+    there = []
     for name in {record.launcher for record in records} - {ThisProcess.name}:
-        mine = {r.id: r for r in records if r.launcher == name}
+        mine = [record for record in records if record.launcher == name]
         try:
-            looks = launcher_of(LauncherSettings(name), "").look([*mine])
+            looks = launcher_of(LauncherSettings(name), "").look([record.id for record in mine])
         except LaunchError as error:
             where = f"whether jobs of {str(paths.folder)!r} are still running cannot be seen from here"
             raise RunFolderError(f"{where}: {error}") from error
-        there = [i for i, look in looks.items() if look.state != "gone"]
-        if there:
-            raise RunFolderError(
-                f"{text.count(len(there), 'job')} of {str(paths.folder)!r} ({', '.join(there)}) still waiting or "
-                f"running: watch them by python -m coalesce.results {paths.folder} --watch, or cancel them first"
-            )
+        there += [r for r in mine if looks[r.id].state != "gone" or (name == "local" and _elsewhere(paths, r))]
+    if there:
+        which = ", ".join(record.id for record in there)
+        raise RunFolderError(
+            f"still waiting or running: {text.count(len(there), 'job')} of {str(paths.folder)!r} ({which}). Watch them "
+            f"by python -m coalesce.results {paths.folder} --watch, or cancel them first"
+        )
+
+
+def _elsewhere(paths: RunPaths, record: JobRecord) -> bool:
+    """Whether a job seems to be at work as a process of another machine, which cannot be asked."""
+    standing = standing_of(paths, record)
+    if standing is None or standing.state in OVER or standing.host == socket.gethostname():
+        return False
+    return time.time() - standing.written < SILENT_S
 
 
 def launcher_of(settings: LauncherSettings, name: str, device: str = "auto") -> Launcher:

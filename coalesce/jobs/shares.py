@@ -43,18 +43,25 @@ def threads_of(settings: LauncherSettings) -> int | None:
 
 
 def with_widths(plan: Plan, lanes: Mapping[int, int]) -> Plan:
+    """A plan to be sent to jobs: with these lanes, and without what was built for this process."""
+    # a template holds the data
     cohorts = (replace(c, width=lanes.get(c.cohort.index, c.width), template=None) for c in plan.cohorts)
     return replace(plan, cohorts=tuple(cohorts))
 
 
-def sizes(search: Search, shares: Sequence[Sequence[str]]) -> list[int]:
-    return [len(ids) if search.lists else search.part(number, shares).count for number, ids in enumerate(shares)]
+def parts_of(search: Search, shares: Sequence[Sequence[str]]) -> list[Search]:
+    """Each job's part of the search.
+
+    Raises:
+        ConfigError: it cannot be divided so.
+    """
+    return [search.part(number, shares) for number in range(len(shares))]
 
 
 def works_of(
     paths: RunPaths,
     plan: Plan,
-    search: Search,
+    parts: Sequence[Search],
     shares: Sequence[tuple[str, ...]],
     lanes: Mapping[int, int],
     settings: LauncherSettings,
@@ -68,7 +75,7 @@ def works_of(
             number=number,
             plan=plan,
             share=ids,
-            search=search.part(number, shares),
+            search=parts[number],
             lanes=lanes,
             cwd=os.getcwd(),
             path=tuple(entry for entry in sys.path if entry),

@@ -99,7 +99,8 @@ def make_plan(
         raise ConfigError(problems)
     if not templates and failed:
         raise TaskError(next(iter(failed.values())))
-    if trainer.stack:
+    if trainer.stack and not places:
+        # of a job, whoever shared out has looked
         _check_traces(templates)
     before = {c.cohort.shape: c for c in decided}
     room = Room.of(trainer, beside * (len(templates) if together else 1))
