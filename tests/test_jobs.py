@@ -246,6 +246,7 @@ def test_a_run_of_one_process_goes_on_in_jobs(folder: Folder, inside: Inside, mo
     assert "starts again" not in log
 
 
+@pytest.mark.thorough
 def test_an_experiment_that_fails_costs_itself(folder: Folder, inside: Inside) -> None:
     sweep = [*HOW, "sweep.params={task.scale: [1.0, 2.0, 3.0, 4.0], seed: [0, 1]}"]
     whole, _ = begun(folder, *sweep, task="Picky", code=1)
