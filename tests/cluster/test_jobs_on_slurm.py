@@ -19,7 +19,7 @@ from cluster.slurm import GPUS, Cluster
 from coalesce.store.jobs import JobRecord, Standing, read_records, read_standing
 from coalesce.store.paths import RunPaths
 from end_to_end_helpers import ROOT, Folder, user_folder
-from test_jobs import SWEEP, begun, same
+from jobs_helpers import SWEEP, begun, same
 
 pytestmark = pytest.mark.cluster
 
@@ -83,7 +83,7 @@ def trains(run: Path, number: int) -> bool:
 
 @pytest.mark.thorough
 def test_one_two_and_three_jobs_launched_at_once(slurm: Cluster, folder: Folder) -> None:
-    whole = begun(folder, *SWEEP)
+    whole, _ = begun(folder, *SWEEP)
     with contextlib.ExitStack() as stack:
         commands = [
             stack.enter_context(command(folder, "Mine", *SWEEP, *SLURM, f"launcher.jobs={jobs}")) for jobs in (1, 2, 3)
@@ -143,7 +143,7 @@ def test_whatever_hits_a_job_nothing_is_lost(
     slurm: Cluster, folder: Folder, blows: Sequence[Callable[[Cluster, JobRecord], None]]
 ) -> None:
     """Each of the blows hits a job of its own while it trains."""
-    whole = begun(folder, *LONG)
+    whole, _ = begun(folder, *LONG)
     with command(folder, "Mine", *LONG, *SLURM, f"launcher.jobs={len(blows)}") as process:
         run = run_of(folder, slurm, {whole}, len(blows))
         first = read_records(RunPaths(run))

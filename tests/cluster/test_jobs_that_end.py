@@ -19,7 +19,7 @@ from cluster.test_jobs_on_slurm import LONG, SLURM, command, ended, folder, run_
 from coalesce.store.jobs import read_records
 from coalesce.store.paths import RunPaths
 from end_to_end_helpers import TASK, Folder
-from test_jobs import SWEEP, begun, same
+from jobs_helpers import SWEEP, begun, same
 
 __all__ = ["folder"]
 
@@ -40,7 +40,7 @@ ONE = [*SWEEP[:-1], *SLURM]
 
 @pytest.mark.thorough
 def test_cancelled_by_the_user_and_gone_on_with(slurm: Cluster, folder: Folder) -> None:
-    whole = begun(folder, *LONG)
+    whole, _ = begun(folder, *LONG)
     with command(folder, "Mine", *LONG, *SLURM, "launcher.jobs=2") as process:
         run = run_of(folder, slurm, {whole}, 2)
         records = read_records(RunPaths(run))
