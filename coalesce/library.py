@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from coalesce.configuration import check_trainer, make_search, rides
 from coalesce.configuration.search import ANY, check_search
 from coalesce.configuration.union import check_retry, read_retry, united, unlike
-from coalesce.errors import ConfigError, Problem
+from coalesce.errors import ConfigError, Problem, RunFolderError
 from coalesce.experiment import Experiment
 from coalesce.runner.listener import Latest, Listener
 from coalesce.runner.plan import PlannedCohort, Trainer
@@ -131,6 +131,11 @@ def sweep(
 def _sweep_in(paths: RunPaths, search: Search, keys: Sequence[str], how: Trainer, retry: Sequence[str]) -> pd.DataFrame:
     """Train what is missing in a run folder, and read what was asked for."""
     paths.folder.mkdir(parents=True, exist_ok=True)
+    if paths.jobs():
+        raise RunFolderError(
+            f"the run folder {str(paths.folder)!r} is that of a run in jobs, which goes on by python -m coalesce "
+            f"resume={paths.folder}; coalesce.load reads it"
+        )
     with RunLock(paths) as lock:
         back = reopen(paths) if paths.plan.is_file() else None
         name, begun, snapshots = paths.folder.absolute().name, Begun(), None

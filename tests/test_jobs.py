@@ -153,7 +153,7 @@ def test_what_cannot_be_finished_has_failed_and_can_be_retried(
     whole = in_one_process(folder, *SWEEP)
     inside.strikes = {1: [2, 2]}
     run, out = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=1", code=1)
-    assert "job 1 died: job 1 (p3) died: its process is gone" in out
+    assert "\njob 1 (p3) died: its process is gone" in out
     frame = coalesce.load(run)
     assert len(frame) == 8
     lost = frame[frame["status"] == "failed"]

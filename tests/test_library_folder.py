@@ -141,3 +141,11 @@ def test_another_search_in_a_folder_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RunFolderError, match="began with the search 'Listed'"):
             swept({"seed": range(4)}, folder=tmp_path, search=other)
     assert (tmp_path / "plan.json").read_bytes() == before
+
+
+def test_a_run_in_jobs_is_not_gone_on_with_here(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run", 0)
+    paths.jobs_folder.mkdir(parents=True)
+    paths.job_record.write_text("{}")
+    with pytest.raises(RunFolderError, match=r"is that of a run in jobs.*resume="):
+        swept({"seed": range(2)}, folder=tmp_path / "run")

@@ -98,7 +98,10 @@ def test_what_a_job_wrote_counts_first(paths: RunPaths) -> None:
     say(paths, 1, state="broke", message="ValueError: so it is")
     # Slurm still shows them: they are coming to their ends
     outcomes, shown = watched(paths, Scripted({"a0": [Look("running")], "b0": [Look("running")]}), records)
-    assert [(o.status, o.message) for o in outcomes] == [("ended", ""), ("broke", "ValueError: so it is")]
+    assert [(o.status, o.message) for o in outcomes] == [
+        ("ended", ""),
+        ("broke", "job 1 (b0) broke off: ValueError: so it is; what it printed: its.log"),
+    ]
     assert [view.standing.steps for view in shown[0] if view.standing] == [20, 0]
 
 

@@ -29,18 +29,21 @@ def sum_up(paths: RunPaths, plan: Plan, outcomes: Sequence[Outcome], console: Co
     """
     for outcome in outcomes:
         if outcome.status != "ended":
-            text.say(console, f"job {outcome.record.number} {outcome.status}: {outcome.message}")
+            text.say(console, outcome.message, wrap=False)
     lost = [outcome for outcome in outcomes if outcome.status in ("broke", "died")]
     if lost:
         _give_up(paths, plan, lost)
     _, whole = open_run(paths.folder)
     count = write_tables(paths, whole)
+    if any(outcome.status == "interrupted" for outcome in outcomes):
+        text.say(
+            console, f"{text.count(count, 'experiment')} ended; what was recorded lies in {paths.folder}", wrap=False
+        )
+        text.say(console, f"To go on: python -m coalesce resume={paths.folder}", wrap=False)
+        return INTERRUPTED
     frame = load(paths.folder)
     trainer = plan.trainer
     print_summary(frame, plan.keys, trainer.monitor, trainer.mode, paths.folder, console, trainer.show)
-    if any(outcome.status == "interrupted" for outcome in outcomes):
-        text.say(console, f"To go on: python -m coalesce resume={paths.folder}", wrap=False)
-        return INTERRUPTED
     return FAILED if lost or (frame["status"] == "failed").any() or not count else DONE
 
 

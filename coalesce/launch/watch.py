@@ -39,7 +39,7 @@ class Outcome:
         record: as it was submitted last.
         status: "ended": all that it had to do is done; "interrupted": it was cancelled, and can go on; "broke": an
             error of the task or of the run; "died": its process ended without a word, as often as was tried.
-        message: why, for whoever reads the results.
+        message: which job it was and why, for whoever reads the results.
     """
 
     record: JobRecord
@@ -140,17 +140,20 @@ def _outcome(view: JobView, missed: int) -> Outcome | None:
         missed: looks in a row that found it gone.
     """
     record, standing, look = view.record, view.standing, view.look
-    if standing is not None and standing.state in ("ended", "broke"):
-        return Outcome(record, standing.state, standing.message)
+    name = f"job {record.number} ({record.id})"
+    log = f"; what it printed: {record.log}" if record.log else ""
+    if standing is not None and standing.state == "ended":
+        return Outcome(record, "ended")
+    if standing is not None and standing.state == "broke":
+        return Outcome(record, "broke", f"{name} broke off: {standing.message}{log}")
     if missed < LOOKS:
         return None
-    log = f"; what it printed: {record.log}" if record.log else ""
     if look.cancelled:
-        return Outcome(record, "interrupted", f"job {record.number} ({record.id}) was cancelled")
+        return Outcome(record, "interrupted", f"{name} was cancelled")
     if standing is not None and standing.state == "interrupted" and not look.reason:
         # nobody knows more than that it was told to end
-        return Outcome(record, "interrupted", f"job {record.number} ({record.id}): {standing.message}")
+        return Outcome(record, "interrupted", f"{name}: {standing.message}")
     why = look.reason or "its process is gone"
     if standing is None:
         why += "; it has written nothing into the run folder, which its node must see"
-    return Outcome(record, "died", f"job {record.number} ({record.id}) died: {why}{log}")
+    return Outcome(record, "died", f"{name} died: {why}{log}")
