@@ -98,6 +98,21 @@ def test_one_two_and_three_jobs_launched_at_once(slurm: Cluster, folder: Folder)
     one_device_each(runs)
 
 
+@pytest.mark.thorough
+def test_the_main_sweep_compiled_in_one_two_and_three_jobs(slurm: Cluster, folder: Folder) -> None:
+    """64 experiments in 16 lanes; one run after the other, as they compile. It takes some minutes."""
+    how = ["sweep=lr_grid", "trainer.width=16", "trainer.threads=1", "trainer.device=cpu"]
+    assert folder.command(*how)[0] == 0
+    (whole,) = folder.path.glob("runs/*/*")
+    for jobs in (1, 2, 3):
+        before = set(folder.path.glob("runs/*/*"))
+        assert folder.command(*how, *SLURM, "launcher.time=60", f"launcher.jobs={jobs}")[0] == 0
+        (run,) = set(folder.path.glob("runs/*/*")) - before
+        assert len(read_records(RunPaths(run))) == jobs
+        same(whole, run)
+        one_device_each([run])
+
+
 def one_device_each(runs: Iterable[Path]) -> None:
     """Each job has seen one device, and those that ran at the same time different ones."""
     found = [seen for run in runs for record in read_records(RunPaths(run)) if (seen := standing(run, record.number))]
