@@ -85,6 +85,8 @@ import os, signal, sys, time
 from pathlib import Path
 from launcher_contract import Note
 from coalesce.launch.local import Local
+# where the tests run in the background, it is ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 (only,) = Local(cuda=False).submit([Note(0, {str(tmp_path)!r}, wait_s=600)], Path({str(tmp_path / "submitted")!r}))
 print(only.id, flush=True)
 time.sleep(600)
@@ -93,10 +95,13 @@ time.sleep(600)
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as first:
         assert first.stdout is not None
-        name = first.stdout.readline().strip()
-        wait_for(lambda: bool(noted(tmp_path, 0)))
-        os.killpg(first.pid, signal.SIGINT)
-        first.wait(60)
+        try:
+            name = first.stdout.readline().strip()
+            wait_for(lambda: bool(noted(tmp_path, 0)))
+            os.killpg(first.pid, signal.SIGINT)
+            first.wait(60)
+        finally:
+            first.kill()
     launcher = Local(cuda=False)
     assert launcher.look([name])[name].state == "running"
     launcher.cancel([name])
