@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import signal
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,6 +14,11 @@ import pytest
 import torch
 
 SEED = 0
+
+# A shell that starts something in the background has it ignore Ctrl-C, and so has every process that it starts. Tests
+# send it, to this process and to others.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Processes that test side by side share the cores: more threads than cores wait for each other.
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

@@ -85,8 +85,6 @@ import os, signal, sys, time
 from pathlib import Path
 from launcher_contract import Note
 from coalesce.launch.local import Local
-# where the tests run in the background, it is ignored
-signal.signal(signal.SIGINT, signal.default_int_handler)
 (only,) = Local(cuda=False).submit([Note(0, {str(tmp_path)!r}, wait_s=600)], Path({str(tmp_path / "submitted")!r}))
 print(only.id, flush=True)
 time.sleep(600)
