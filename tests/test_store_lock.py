@@ -107,9 +107,17 @@ def test_an_owner_that_has_not_written_its_name_yet(tmp_path: Path) -> None:
             paths.lock_owner.touch()
 
 
-def test_each_job_has_its_own(tmp_path: Path) -> None:
-    with RunLock(RunPaths(tmp_path, 0)), RunLock(RunPaths(tmp_path, 1)), pytest.raises(RunFolderError):
-        RunLock(RunPaths(tmp_path, 1)).acquire()
+def test_jobs_write_beside_who_holds_it(tmp_path: Path) -> None:
+    """Whoever launched them holds it, on another machine; each job has files of its own."""
+    paths = RunPaths(tmp_path)
+    paths.jobs_folder.mkdir()
+    with RunLock(paths):
+        for job in (0, 1):
+            writer = RunWriter(RunPaths(tmp_path, job))
+            writer.started(plan(grid()))
+            writer.closed(None)
+        assert paths.lock_owner.exists()
+    assert {path.name for path in paths.jobs_folder.glob("plan-*")} == {"plan-0.json", "plan-1.json"}
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

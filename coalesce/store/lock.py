@@ -19,7 +19,7 @@ class RunLock:
     its process ends, however it ends. Reading a run folder needs no lock.
 
     Args:
-        paths: the run folder. Each job of it has a lock of its own.
+        paths: the run folder. Its jobs need none: each writes files of its own, and who launches them holds it.
     """
 
     def __init__(self, paths: RunPaths):
