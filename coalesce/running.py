@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -16,16 +15,17 @@ from coalesce.configuration.union import check_retry, read_retry, united
 from coalesce.report import text
 from coalesce.report.plan import print_plan
 from coalesce.report.progress import ProgressView
-from coalesce.report.summary import print_summary
+from coalesce.report.summary import print_summary, print_way_on
 from coalesce.runner.planning import make_plan, plan_search
 from coalesce.runner.run import Begun, run
 from coalesce.search.base import Listed, Search
 from coalesce.store.beat import Beat
-from coalesce.store.lock import RunLock
+from coalesce.store.lock import RunLock, writing
 from coalesce.store.merge import find_runs
 from coalesce.store.paths import RunPaths
-from coalesce.store.read import load
+from coalesce.store.read import load, open_run
 from coalesce.store.resume import Reopened, reopen
+from coalesce.store.tables import write_tables
 from coalesce.store.writer import RunWriter
 
 if TYPE_CHECKING:
@@ -114,10 +114,9 @@ def _go_on(paths: RunPaths, node: HydraConf, retry: Sequence[str], lock: RunLock
     if not (added or left) and (search.lists or len(ended) >= search.count):
         text.say(console, f"All {text.count(len(ended), 'experiment')} of {paths.folder} have ended: nothing to train.")
         if lock is not None and not paths.results.exists():
-            # the process was ended between the last result and the tables
-            writer = RunWriter(paths, back.configuration, lock=lock)
-            writer.started(back.plan)
-            writer.closed(None)
+            # the process was ended between the last result and the tables, or nobody waited for its jobs
+            with writing(paths):
+                write_tables(paths, open_run(paths.folder)[1])
         return _sum_up(replace(back.plan, trainer=trainer), paths, console)
     # in the order in which they came, so that cohorts keep their numbers and the experiment that stands for them
     ordered = [*(e for e in experiments if e.id in known), *added]
@@ -172,10 +171,7 @@ def _train(plan: Plan, paths: RunPaths, search: Search, writer: RunWriter, conso
         run(plan, [writer, Beat(paths), ProgressView(console)], search=search, begun=begun, rides=rides)
     except BaseException:
         # an interrupt, or the task's own code
-        print(
-            f"What was recorded so far lies in {paths.folder}\nTo go on: python -m coalesce resume={paths.folder}",
-            file=sys.stderr,
-        )
+        print_way_on(paths.folder)
         raise
     return _sum_up(plan, paths, console)
 

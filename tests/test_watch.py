@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from coalesce.errors import LaunchError
 from coalesce.launch.base import Launcher, Look, Submitted, Work
-from coalesce.launch.watch import LOOKS, JobView, Outcome, watch
+from coalesce.launch.watch import LOOKS, LOOKS_WELL, JobView, Outcome, watch
 from coalesce.store.jobs import JobRecord, Standing, read_records, write_record, write_standing
 from coalesce.store.paths import RunPaths
 
@@ -187,6 +188,23 @@ def test_a_job_that_is_queued_again_is_waited_for(paths: RunPaths) -> None:
     outcomes, shown = watched(paths, Goes({"a0": looks}), [record(paths)])
     assert [outcome.status for outcome in outcomes] == ["ended"]
     assert len(shown) == LOOKS + 1
+
+
+def test_what_ended_well_has_written_what_is_not_seen_yet(paths: RunPaths) -> None:
+    """A shared file system shows the last word a minute late: it is not started again."""
+    say(paths, state="training", steps=7)
+    looks = itertools.count()
+
+    class Late(Scripted):
+        def look(self, ids: Sequence[str]) -> Mapping[str, Look]:
+            if next(looks) == LOOKS_WELL - 2:
+                say(paths, state="ended")
+            return super().look(ids)
+
+    launcher = Late({"a0": [Look("gone", "COMPLETED", well=True)]})
+    outcomes, _ = watched(paths, launcher, [record(paths)], limit=LOOKS_WELL)
+    assert [outcome.status for outcome in outcomes] == ["ended"]
+    assert launcher.submitted == []
 
 
 def test_one_that_cannot_be_started_again_does_not_end_the_others(paths: RunPaths) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from coalesce.configuration.search import Setting
+from coalesce.configuration.search import Setting, checked_setting
 from coalesce.configuration.slurm_time import minutes
-from coalesce.configuration.values import Kind, coerce
+from coalesce.configuration.values import Kind
 from coalesce.errors import ConfigError, Problem, nearest
 from coalesce.launch.settings import LAUNCHERS, LauncherSettings
 
@@ -119,14 +119,10 @@ def _checked(key: str, given: Any, setting: Setting) -> tuple[Any, list[Problem]
     if setting.kind is NO_TEXT and isinstance(given, int) and not isinstance(given, bool):
         # accounts and partitions are called by numbers too
         given = str(given)
-    value, problems = coerce(key, given, setting.kind)
+    value, problems = checked_setting(key, given, setting)
     valid = setting.valid
     if key == "launcher.time":
         valid = 'minutes, at least 1, or Slurm\'s "hours:minutes:seconds", "days-hours", "days-hours:minutes:seconds"'
-    if not problems and isinstance(value, int | float) and not isinstance(value, bool):
-        low = value <= setting.low if setting.open_low else value < setting.low
-        if low or value > setting.high:
-            problems = [Problem(key, given, "out of range")]
     texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
     if not problems and any(isinstance(text, str) and not text.strip() for text in texts):
         problems = [Problem(key, given, "must not be empty")]

@@ -154,7 +154,7 @@ def check_search(settings: str | Mapping[str, Any] | None, trainer: Trainer | No
         if key == "sampler":
             checked[key] = _sampler(given.get(key, setting.default), problems)
             continue
-        value, found = _checked(f"search.{key}", given.get(key, setting.default), setting)
+        value, found = checked_setting(f"search.{key}", given.get(key, setting.default), setting)
         if not found and setting.measured and trainer is not None:
             value, found = _measured(f"search.{key}", value, trainer)
         checked[key] = value
@@ -170,7 +170,8 @@ def check_search(settings: str | Mapping[str, Any] | None, trainer: Trainer | No
     return SearchSettings(**checked)
 
 
-def _checked(key: str, given: Any, setting: Setting) -> tuple[Any, list[Problem]]:
+def checked_setting(key: str, given: Any, setting: Setting) -> tuple[Any, list[Problem]]:
+    """A setting's value, and what is wrong with it."""
     value, problems = coerce(key, given, setting.kind)
     if problems or value is None or not isinstance(value, int | float):
         return value, [replace(problem, valid=setting.valid) for problem in problems]

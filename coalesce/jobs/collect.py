@@ -13,6 +13,7 @@ from coalesce.runner.listener import Result
 from coalesce.runner.plan import Plan
 from coalesce.store.files import write_parquet
 from coalesce.store.frames import raw_frame
+from coalesce.store.lock import writing
 from coalesce.store.paths import RunPaths
 from coalesce.store.read import ended, load, open_run
 from coalesce.store.tables import write_tables
@@ -31,10 +32,10 @@ def sum_up(paths: RunPaths, plan: Plan, outcomes: Sequence[Outcome], console: Co
         if outcome.status != "ended":
             text.say(console, outcome.message, wrap=False)
     lost = [outcome for outcome in outcomes if outcome.status in ("broke", "died")]
-    if lost:
-        _give_up(paths, plan, lost)
-    _, whole = open_run(paths.folder)
-    count = write_tables(paths, whole)
+    with writing(paths):
+        if lost:
+            _give_up(paths, plan, lost)
+        count = write_tables(paths, open_run(paths.folder)[1])
     if any(outcome.status == "interrupted" for outcome in outcomes):
         text.say(
             console, f"{text.count(count, 'experiment')} ended; what was recorded lies in {paths.folder}", wrap=False
@@ -73,5 +74,4 @@ def _give_up(paths: RunPaths, plan: Plan, lost: Sequence[Outcome]) -> None:
     ]
     if results:
         paths.result_part(0).parent.mkdir(exist_ok=True)
-        number = 1 + max((RunPaths.part_number(part) for part in paths.result_parts()), default=-1)
-        write_parquet(paths.result_part(number), raw_frame(results))
+        write_parquet(paths.result_part(RunPaths.next_part(paths.result_parts())), raw_frame(results))

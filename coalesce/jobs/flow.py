@@ -22,6 +22,7 @@ from coalesce.report import text
 from coalesce.report.jobs import JobsDisplay
 from coalesce.report.plan import print_plan
 from coalesce.report.progress import ProgressView
+from coalesce.report.summary import print_way_on
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import plan_search
 from coalesce.search.base import Search
@@ -29,7 +30,7 @@ from coalesce.store.decisions import agreed
 from coalesce.store.environment import environment
 from coalesce.store.files import write_json, write_text
 from coalesce.store.jobs import OVER, JobRecord, read_records, write_record
-from coalesce.store.lock import RunLock
+from coalesce.store.lock import RunLock, writing
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
 from coalesce.store.resume import Reopened
@@ -61,19 +62,20 @@ def begin(order: Order, console: Console) -> int:
     plan = replace(plan, trainer=replace(plan.trainer, threads=plan.trainer.threads or threads_of(settings)))
     shares, lanes = shared_out(plan, order.search, settings)
     plan = with_widths(plan, lanes)
-    if order.plan_only:
-        print_plan(plan, console)
-        each = ", ".join(str(part.count) for part in parts_of(order.search, shares))
-        text.say(console, f"{text.count(len(shares), 'job')} of {each} experiments, by launcher={settings.name}.")
-        return DONE
     # before there is a folder: a search may refuse to be divided so
     parts = parts_of(order.search, shares)
+    if order.plan_only:
+        print_plan(plan, console)
+        each = ", ".join(str(part.count) for part in parts)
+        text.say(console, f"{text.count(len(shares), 'job')} of {each} experiments, by launcher={settings.name}.")
+        return DONE
     paths = RunPaths.create(order.runs.absolute(), order.name)
     with RunLock(paths):
-        paths.jobs_folder.mkdir()
-        write_text(paths.configuration, order.yaml)
-        write_json(paths.environment, environment("cpu"))
-        write_json(paths.plan, plan_json(plan))
+        with writing(paths):
+            paths.jobs_folder.mkdir()
+            write_text(paths.configuration, order.yaml)
+            write_json(paths.environment, environment("cpu"))
+            write_json(paths.plan, plan_json(plan))
         works = works_of(paths, plan, parts, shares, lanes, settings)
         return carry_out(paths, plan, launcher, settings, works, console)
 
@@ -138,14 +140,15 @@ def go_on(
     if not left:
         text.say(console, f"All jobs of {paths.folder} have ended: nothing to train.")
         return sum_up(paths, plan, [], console)
-    if back.again:
-        write_retries(paths, back.again)
-    if not records:
-        # what one process decided by measuring holds for the jobs that go on
-        agreed(paths, back.plan)
-    paths.jobs_folder.mkdir(exist_ok=True)
-    write_text(paths.configuration, yaml)
-    write_json(paths.plan, plan_json(plan))
+    with writing(paths):
+        paths.jobs_folder.mkdir(exist_ok=True)
+        if back.again:
+            write_retries(paths, back.again)
+        if not records:
+            # what one process decided by measuring holds for the jobs that go on
+            agreed(paths, back.plan)
+        write_text(paths.configuration, yaml)
+        write_json(paths.plan, plan_json(plan))
     works = works_of(paths, plan, parts_of(search, shares), shares, lanes, settings)
     return carry_out(paths, plan, launcher, settings, {number: works[number] for number in left}, console)
 
@@ -223,9 +226,15 @@ def carry_out(
     Returns:
         The exit code.
     """
-    remove_tables(paths)
+    with writing(paths):
+        remove_tables(paths)
     if isinstance(launcher, ThisProcess):
-        launcher.submit([Here(work, console) for work in works.values()], paths.submissions)
+        try:
+            launcher.submit([Here(work, console) for work in works.values()], paths.submissions)
+        except BaseException:
+            # an interrupt, or the task's own code
+            print_way_on(paths.folder)
+            raise
         return sum_up(paths, plan, [], console)
     records = _submit(paths, launcher, works)
     text.say(
@@ -275,8 +284,9 @@ class Here:
 def _submit(paths: RunPaths, launcher: Launcher, works: Mapping[int, JobWork]) -> list[JobRecord]:
     submitted = launcher.submit([*works.values()], paths.submissions)
     records = [_record(work, launcher.name, one) for work, one in zip(works.values(), submitted, strict=True)]
-    for record in records:
-        write_record(paths, record)
+    with writing(paths):
+        for record in records:
+            write_record(paths, record)
     return records
 
 

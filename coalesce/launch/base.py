@@ -30,11 +30,13 @@ class Look:
         state: "waiting", "running", "gone", or "unknown": the launcher could not be asked.
         reason: why it waits, or what became of it: "Resources", "NODE_FAIL", "exit code 1".
         cancelled: it is gone because somebody cancelled it.
+        well: it is gone, and its process ended without an error. What it wrote last may only not be seen yet.
     """
 
     state: str
     reason: str = ""
     cancelled: bool = False
+    well: bool = False
 
 
 @dataclass(frozen=True)

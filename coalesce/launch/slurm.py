@@ -108,7 +108,7 @@ class Slurm(Launcher):
             # without a database it says that accounting is disabled
             self._accounting = done is not None and done.returncode == 0
             if done is not None and self._accounting and done.stdout.strip():
-                state, code, reason = done.stdout.splitlines()[-1].split("|")
+                state, code, reason = done.stdout.splitlines()[-1].split("|", 2)
                 why = f"exit code {code}" + (f", {reason}" if reason not in ("", "None") else "")
                 return _over(state.split()[0], why)
         done = _run(["scontrol", "--oneliner", "show", "job", name])
@@ -121,7 +121,7 @@ class Slurm(Launcher):
 
 def _over(state: str, reason: str) -> Look:
     why = ", ".join(part for part in (state, reason) if part)
-    return Look("gone", why, cancelled=state.startswith("CANCELLED"))
+    return Look("gone", why, cancelled=state.startswith("CANCELLED"), well=state == "COMPLETED")
 
 
 def _parameters(settings: LauncherSettings, name: str) -> dict[str, Any]:

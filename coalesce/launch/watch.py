@@ -12,8 +12,8 @@ from coalesce.store.jobs import JobRecord, Standing, read_standing, write_record
 from coalesce.store.paths import RunPaths
 
 #: Looks in a row that must find a job gone before it counts as dead: what it wrote last may take a while to be seen
-#: on a shared file system.
-LOOKS = 3
+#: on a shared file system. Where its process ended without an error it has written it, and more patience is due.
+LOOKS, LOOKS_WELL = 3, 60
 
 
 @dataclass(frozen=True)
@@ -112,17 +112,8 @@ def again(paths: RunPaths, launcher: Launcher, work: Work, record: JobRecord) ->
         LaunchError: it cannot be.
     """
     (submitted,) = launcher.submit([work], paths.submissions)
-    fresh = JobRecord(
-        number=record.number,
-        launcher=launcher.name,
-        id=submitted.id,
-        attempt=record.attempt + 1,
-        experiments=record.experiments,
-        count=record.count,
-        steps=record.steps,
-        submitted=time.time(),
-        log=submitted.log,
-    )
+    attempt, now = record.attempt + 1, time.time()
+    fresh = replace(record, launcher=launcher.name, id=submitted.id, attempt=attempt, submitted=now, log=submitted.log)
     write_record(paths, fresh)
     return fresh
 
@@ -146,7 +137,7 @@ def _outcome(view: JobView, missed: int) -> Outcome | None:
         return Outcome(record, "ended")
     if standing is not None and standing.state == "broke":
         return Outcome(record, "broke", f"{name} broke off: {standing.message}{log}")
-    if missed < LOOKS:
+    if missed < (LOOKS_WELL if look.well else LOOKS):
         return None
     if look.cancelled:
         return Outcome(record, "interrupted", f"{name} was cancelled")

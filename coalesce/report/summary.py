@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,11 @@ from coalesce.store.frames import best_experiment
 
 #: Diverged and failed experiments that are named one by one, each.
 NAMED = 5
+
+
+def print_way_on(folder: Path) -> None:
+    """Where a run was broken off: what is there, and how to go on."""
+    print(f"What was recorded so far lies in {folder}\nTo go on: python -m coalesce resume={folder}", file=sys.stderr)
 
 
 def print_summary(

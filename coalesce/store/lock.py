@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from json import JSONDecodeError
 from types import TracebackType
 
@@ -76,6 +78,21 @@ class RunLock:
         except (OSError, JSONDecodeError):  # it has just taken the lock, or just gives it back
             return "another process"
         return f"process {owner['pid']} on host {owner['host']}"
+
+
+@contextmanager
+def writing(paths: RunPaths) -> Iterator[None]:
+    """Say of an error of the system's what it means for the run.
+
+    Raises:
+        RunFolderError: in place of any other OSError.
+    """
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except OSError as error:
+        raise cannot_write(paths, error) from error
 
 
 def cannot_write(paths: RunPaths, error: OSError) -> RunFolderError:

@@ -233,8 +233,10 @@ class RunPaths:
         if self.job is None:
             # the latter are safetensors' own
             return [path for folder in folders for name in (".*.tmp", ".tmp*") for path in folder.glob(name)]
-        # another job's may be in use; what is named after no job is left lying
-        return [path for folder in folders for path in folder.glob(f".{self._prefix}*.tmp")]
+        # another job's may be in use; what is named after no job is left lying, and so is what others write of this one
+        own = [path for folder in folders for path in folder.glob(f".{self._prefix}*.tmp")]
+        files = (self.plan, self.environment, self.standing)
+        return own + [path for file in files for path in self.jobs_folder.glob(f".{file.name}.*.tmp")]
 
     def metric_part(self, number: int) -> Path:
         """A part of the history."""
@@ -256,6 +258,11 @@ class RunPaths:
     def part_number(part: Path) -> int:
         """The number in a part's name."""
         return int(part.stem.rpartition("-")[2])
+
+    @staticmethod
+    def next_part(parts: list[Path]) -> int:
+        """The number of the part that comes behind these."""
+        return 1 + max(map(RunPaths.part_number, parts), default=-1)
 
     def _part(self, kind: str, number: int) -> Path:
         return self.folder / kind / f"{self._prefix}part-{number:05d}.parquet"

@@ -176,12 +176,14 @@ def open_run(folder: str | os.PathLike[str]) -> tuple[RunPaths, dict[str, Any]]:
         raise FileNotFoundError(_no_run_folder(paths))
     plan = read_json(paths.plan)
     known = {entry["id"] for entry in plan["experiments"]}
+    cohorts = {cohort["index"]: cohort for cohort in plan["cohorts"]}
     for job in paths.jobs():
         own = RunPaths(folder, job).plan
-        if own.is_file():
-            more = [entry for entry in read_json(own)["experiments"] if entry["id"] not in known]
-            plan["experiments"] += more
-            known |= {entry["id"] for entry in more}
+        for entry in read_json(own)["experiments"] if own.is_file() else ():
+            if entry["id"] not in known:
+                known.add(entry["id"])
+                plan["experiments"].append(entry)
+                cohorts[entry["cohort"]]["experiments"].append(entry["id"])
     return paths, plan
 
 

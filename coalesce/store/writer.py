@@ -6,8 +6,8 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from coalesce.runner.snapshot import Snapshot
 from coalesce.store.environment import environment
 from coalesce.store.files import write_json, write_parquet, write_safetensors, write_text
 from coalesce.store.frames import Row, history_frame, raw_frame
-from coalesce.store.lock import RunLock, cannot_write
+from coalesce.store.lock import RunLock, writing
 from coalesce.store.paths import RunPaths
 from coalesce.store.plans import plan_json
 from coalesce.store.retries import write_retries
@@ -104,7 +104,7 @@ class RunWriter(Listener):
             self._locked = True
         # from here on a signal waits: nothing of the folder is left half made
         self._signals.install()
-        with self._writing():
+        with writing(self.paths):
             self._start(plan)
         self._end_if_asked()
         self._signals.at_once = True
@@ -118,7 +118,10 @@ class RunWriter(Listener):
             remove_tables(self.paths)
         if self._again:
             write_retries(self.paths, self._again)
-        self._next_part = {"metrics": _after(self.paths.metric_parts()), "results": _after(self.paths.result_parts())}
+        self._next_part = {
+            "metrics": RunPaths.next_part(self.paths.metric_parts()),
+            "results": RunPaths.next_part(self.paths.result_parts()),
+        }
         self._open_log()
         for path, why in self._snapshots.damaged.items():
             logger.warning("the snapshot %s was damaged (%s) and is not used", path, why)
@@ -141,7 +144,7 @@ class RunWriter(Listener):
     def planned(self, plan: Plan) -> None:
         self._signals.at_once = False
         self._plan = plan_json(plan)
-        with self._writing():
+        with writing(self.paths):
             write_json(self.paths.plan, self._plan)
 
     def narrowed(self, cohort: int, width: int, message: str) -> None:
@@ -176,7 +179,7 @@ class RunWriter(Listener):
         for which, weights in (("last", result.weights), ("best", result.best_weights)):
             if weights is not None:
                 # at once: the lane that they lie in may be refilled before the next boundary
-                with self._writing():
+                with writing(self.paths):
                     self.paths.weights_folder.mkdir(exist_ok=True)
                     write_safetensors(self.paths.weights(result.experiment.id, which), weights)
         if not self._results:
@@ -201,7 +204,7 @@ class RunWriter(Listener):
         self._signals.at_once = False
         if self._signals.seen is None and not self._snapshot_is_due():
             return
-        with self._writing():
+        with writing(self.paths):
             # first what was measured up to here: what a snapshot has behind it is not measured again
             self.flush()
             path = self._snapshots.write(take())
@@ -213,7 +216,7 @@ class RunWriter(Listener):
         self._signals.at_once = False
         self._over = True
         if take is not None:
-            with self._writing():
+            with writing(self.paths):
                 self.flush()
                 self._last_snapshot = self._snapshots.write(take())
 
@@ -233,7 +236,7 @@ class RunWriter(Listener):
         if error is not None:
             _log_end(error)
         try:
-            with self._writing():
+            with writing(self.paths):
                 self.flush()
                 # of a job: whoever started the jobs sums up
                 ended = write_tables(self.paths, plan) if self._alone else len(self._ended)
@@ -255,23 +258,13 @@ class RunWriter(Listener):
         every_s = self._snapshot_every_s
         return every_s is not None and self.clock() - self._snapshot_at >= every_s
 
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Say of an error of the system's what it means for the run."""
-        try:
-            yield
-        except RunFolderError:
-            raise
-        except OSError as error:
-            raise cannot_write(self.paths, error) from error
-
     def flush(self) -> None:
         """Write what is held in memory. Metrics first: a result on disk has its whole history beside it.
 
         Raises:
             RunFolderError: the disk is full, or the folder is gone.
         """
-        with self._writing():
+        with writing(self.paths):
             self._flush()
 
     def _flush(self) -> None:
@@ -329,7 +322,3 @@ def _log_end(error: BaseException) -> None:
         logger.error("%s: %s", how, error)
     else:
         logger.error("%s (%s: %s)", how, type(error).__name__, error)
-
-
-def _after(parts: list[Path]) -> int:
-    return 1 + max(map(RunPaths.part_number, parts), default=-1)
