@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import pandas as pd
 import pytest
 
 import coalesce
 from coalesce.jobs import flow
+from coalesce.jobs.work import JobWork
 from coalesce.launch.base import Launcher, Look, Submitted
 from coalesce.report.progress import ProgressView
 from coalesce.runner.listener import Listener, Progress
+from coalesce.search.base import Listed
 from coalesce.store.beat import Beat
-from coalesce.store.jobs import read_records, read_standing
+from coalesce.store.jobs import Standing, read_records, read_standing, write_standing
 from coalesce.store.paths import RunPaths
+from coalesce.store.tables import remove_tables
 from end_to_end_helpers import ROOT, Folder, user_folder
 from jobs_helpers import HOW, LOCAL, SWEEP, begun, frame_of, same
+from run_fakes import grid, plan
 
 
 class Struck(BaseException):
@@ -38,6 +44,18 @@ class Strikes(Listener):
             raise Struck
 
 
+class Begins(Listener):
+    """Notes how many steps were done before this process."""
+
+    def __init__(self, noted: list[int]):
+        self.noted, self.fresh = noted, True
+
+    def advanced(self, progress: Progress) -> None:
+        if self.fresh:
+            self.fresh = False
+            self.noted.append(progress.before)
+
+
 class Inside(Launcher):
     """Does what a launcher of processes does, without processes.
 
@@ -50,6 +68,8 @@ class Inside(Launcher):
     def __init__(self, strikes: Mapping[int, Sequence[int]] | None = None):
         self.strikes = {number: list(boundaries) for number, boundaries in (strikes or {}).items()}
         self.started: list[int] = []
+        #: Of each that was started: the steps that were done before.
+        self.before: list[int] = []
 
     def submit(self, works: Sequence[Any], folder: Path) -> Sequence[Submitted]:
         submitted = []
@@ -62,9 +82,9 @@ class Inside(Launcher):
             try:
                 if strikes:
                     # its last word is from before: nobody writes it down
-                    work.train([Strikes(strikes.pop(0))])
+                    work.train([Begins(self.before), Strikes(strikes.pop(0))])
                 else:
-                    work.train([Beat(work.paths, name)])
+                    work.train([Begins(self.before), Beat(work.paths, name)])
             except Struck:
                 pass
             submitted.append(Submitted(name, "its.log"))
@@ -133,8 +153,10 @@ def test_local_processes_and_one_process(folder: Folder) -> None:
 
 @pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_however_many_jobs(jobs: int, folder: Folder, inside: Inside) -> None:
-    whole = in_one_process(folder, *SWEEP)
-    run, _ = begun(folder, *SWEEP, *LOCAL, f"launcher.jobs={jobs}")
+    """Of two cohorts, which have the numbers that they have in one process."""
+    sweep = [*HOW, "sweep.params={task.hidden: [4, 8], optimizer.lr: [0.01, 0.1], task.dropout: [0.0, 0.2]}"]
+    whole = in_one_process(folder, *sweep)
+    run, _ = begun(folder, *sweep, *LOCAL, f"launcher.jobs={jobs}")
     same(whole, run)
     assert inside.started == list(range(jobs))
 
@@ -145,6 +167,10 @@ def test_what_died_goes_on_from_where_it_was(folder: Folder, inside: Inside) -> 
     run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "trainer.snapshot_minutes=0")
     assert inside.started == [0, 1, 0, 1, 0]
     same(whole, run)
+    # job 0 after two and three boundaries of two lanes; job 1 was killed before it could save itself
+    first, second, third, fourth, fifth = inside.before
+    assert (first, second, fourth) == (0, 0, 0)
+    assert fifth > third > 0
 
 
 def test_what_cannot_be_finished_has_failed_and_can_be_retried(
@@ -197,7 +223,8 @@ def test_a_run_of_one_process_goes_on_in_jobs(folder: Folder, inside: Inside, mo
 
     def advanced(self: ProgressView, progress: Progress) -> None:
         boundaries.append(progress.steps)
-        if len(boundaries) == 3:
+        # at the third both that are in a lane have ended
+        if len(boundaries) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -208,8 +235,7 @@ def test_a_run_of_one_process_goes_on_in_jobs(folder: Folder, inside: Inside, mo
     same(whole, run)
     assert inside.started == [0, 1]
     # what the first process had done was not done once more
-    log = RunPaths(run, 0).log.read_text() + RunPaths(run, 1).log.read_text()
-    assert "starts again" not in log
+    assert sum(inside.before) > 0
 
 
 @pytest.mark.thorough
@@ -246,3 +272,44 @@ def test_a_population_that_cannot_be_divided_leaves_no_folder(folder: Folder, in
     assert code == 2
     assert "launcher.jobs" in err
     assert folder.files() == set()
+
+
+def test_a_shared_study_that_is_over_can_be_summed_up_later(folder: Folder, inside: Inside) -> None:
+    """Nobody waited for its jobs: there are no tables yet. What they asked for is in no plan but their own."""
+    search = ["search=optuna", "search.samples=4", "trainer.monitor=val/loss", "trainer.mode=min"]
+    sweep = ["sweep.params={optimizer.lr: 'interval(0.001, 0.1)'}"]
+    run, _ = begun(folder, *HOW, *search, *sweep, *LOCAL, "launcher.jobs=2")
+    before = coalesce.load(run)
+    assert len(before) == 4
+    remove_tables(RunPaths(run))
+    assert "nothing to train" in resumed(folder, run)
+    pd.testing.assert_frame_equal(coalesce.load(run), before)
+    assert RunPaths(run).results.exists()
+    assert inside.started == [0, 1]
+
+
+def test_a_job_whose_time_is_up_is_queued_again_as_long_as_it_gets_on(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path, 0)
+    paths.jobs_folder.mkdir()
+    whole = plan(grid(seed=[0]))
+    work = JobWork(str(tmp_path), 0, whole, (), Listed(whole.experiments), {}, str(tmp_path), (), retries=2)
+    standing = Standing("interrupted", "7", "node", "cpu", "", 0.0, 0.0)
+
+    def cut_off(steps: int) -> bool:
+        """Whether it is queued again, from where it is."""
+        nonlocal work
+        write_standing(paths, replace(standing, steps=steps))
+        again = work.checkpoint()
+        if again is None:
+            return False
+        assert isinstance(again.function, JobWork)
+        work = again.function
+        return True
+
+    assert [cut_off(steps) for steps in (0, 0, 5, 5, 5)] == [True] * 5
+    assert not cut_off(5)
+    last = read_standing(paths)
+    assert last is not None
+    assert last.state == "broke"
+    assert "3 times in a row" in last.message
+    assert "launcher.time" in last.message

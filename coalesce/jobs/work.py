@@ -61,7 +61,7 @@ class JobWork:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: int = 1
     retries: int = 2
-    done: int = -1
+    done: int = 0
     idle: int = 0
 
     def within(self, environment: Mapping[str, str]) -> JobWork:
@@ -168,8 +168,7 @@ class JobWork:
         steps = standing.steps if standing is not None else 0
         idle = 0 if steps > self.done else self.idle + 1
         if idle > self.retries:
-            times = f"{idle + 1} times in a row"
-            message = f"its time was up {times} before it got on: it needs a longer launcher.time"
+            message = f"its time was up {idle} times in a row before it got on: it needs a longer launcher.time"
             if standing is not None:
                 write_standing(self.paths, replace(standing, state="broke", message=message))
             return None
