@@ -20,8 +20,10 @@ from coalesce.report.progress import ProgressView
 from coalesce.runner.listener import Listener, Progress
 from coalesce.search.base import Listed
 from coalesce.store.beat import Beat
+from coalesce.store.files import read_json
 from coalesce.store.jobs import Standing, read_records, read_standing, write_standing
 from coalesce.store.paths import RunPaths
+from coalesce.store.read import open_run
 from coalesce.store.tables import remove_tables
 from end_to_end_helpers import ROOT, Folder, user_folder
 from jobs_helpers import HOW, LOCAL, SWEEP, begun, frame_of, same
@@ -67,13 +69,14 @@ class Inside(Launcher):
 
     def __init__(self, strikes: Mapping[int, Sequence[int]] | None = None):
         self.strikes = {number: list(boundaries) for number, boundaries in (strikes or {}).items()}
+        self.backwards = False
         self.started: list[int] = []
         #: Of each that was started: the steps that were done before.
         self.before: list[int] = []
 
     def submit(self, works: Sequence[Any], folder: Path) -> Sequence[Submitted]:
-        submitted = []
-        for given in works:
+        submitted: dict[int, Submitted] = {}
+        for given in reversed(works) if self.backwards else works:
             # as it gets to another process: a search has a state of its own
             work = cloudpickle.loads(cloudpickle.dumps(given))
             self.started.append(work.number)
@@ -87,8 +90,8 @@ class Inside(Launcher):
                     work.train([Begins(self.before), Beat(work.paths, name)])
             except Struck:
                 pass
-            submitted.append(Submitted(name, "its.log"))
-        return submitted
+            submitted[work.number] = Submitted(name, "its.log")
+        return [submitted[work.number] for work in works]
 
     def look(self, ids: Sequence[str]) -> Mapping[str, Look]:
         return {name: Look("gone") for name in ids}
@@ -159,6 +162,24 @@ def test_however_many_jobs(jobs: int, folder: Folder, inside: Inside) -> None:
     run, _ = begun(folder, *sweep, *LOCAL, f"launcher.jobs={jobs}")
     same(whole, run)
     assert inside.started == list(range(jobs))
+
+
+def test_what_rides_in_one_process_rides_in_every_job(folder: Folder, inside: Inside) -> None:
+    """Though a share has but one value of it: a constant in the graph may show in the bits."""
+    run, _ = begun(folder, *HOW, "sweep.params.optimizer.lr=[0.01, 0.1]", "steps=5", *LOCAL, "launcher.jobs=2")
+    for paths in (RunPaths(run), RunPaths(run, 0), RunPaths(run, 1)):
+        (cohort,) = read_json(paths.plan)["cohorts"]
+        assert cohort["riding"] == ["optimizer.lr"]
+
+
+def test_one_width_for_all(folder: Folder, inside: Inside) -> None:
+    """By itself it is as wide as the largest share, whatever a job's own is, and whichever comes first."""
+    inside.backwards = True
+    sweep = [*HOW[:1], *HOW[2:], "sweep.params.seed=[0, 1, 2, 3, 4]", "steps=5", "trainer.evaluate_every=5"]
+    run, _ = begun(folder, *sweep, *LOCAL, "launcher.jobs=2")
+    frame = coalesce.load(run)
+    assert sorted(frame.groupby("job").size()) == [2, 3]
+    assert set(frame["width"]) == {3}
 
 
 def test_what_died_goes_on_from_where_it_was(folder: Folder, inside: Inside) -> None:
@@ -281,6 +302,8 @@ def test_a_shared_study_that_is_over_can_be_summed_up_later(folder: Folder, insi
     run, _ = begun(folder, *HOW, *search, *sweep, *LOCAL, "launcher.jobs=2")
     before = coalesce.load(run)
     assert len(before) == 4
+    whole = open_run(run)[1]
+    assert sorted(name for c in whole["cohorts"] for name in c["experiments"]) == sorted(before["experiment"])
     remove_tables(RunPaths(run))
     assert "nothing to train" in resumed(folder, run)
     pd.testing.assert_frame_equal(coalesce.load(run), before)
