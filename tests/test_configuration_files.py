@@ -58,7 +58,7 @@ def test_every_rule_has_a_file_with_its_defaults(section: str, rules: dict[str, 
         assert list(written) == list(defaults)
 
 
-@pytest.mark.parametrize("option", ["digits", "mnist1d_mlp", "mnist1d_cnn", "mnist1d_gru"])
+@pytest.mark.parametrize("option", ["digits", "mnist1d_mlp", "mnist1d_cnn", "mnist1d_gru", "resnet", "charlm"])
 def test_tasks_have_their_defaults(option: str) -> None:
     written = load(f"task/{option}.yaml")
     short = {"task": written["_target_"], "optimizer": "sgd", "schedule": "constant"}

@@ -33,15 +33,7 @@ class Digits(coalesce.Task):
         self.label_smoothing = label_smoothing
 
     def data(self) -> coalesce.Data:
-        from sklearn.datasets import load_digits
-
-        pixels, labels = load_digits(return_X_y=True)
-        order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
-        train, val, test = np.split(order, [1297, 1547])
-        x = pixels.astype(np.float32) / 16
-        return coalesce.Data(
-            train=(x[train], labels[train]), val=(x[val], labels[val]), test=(x[test], labels[test]), classes=10
-        )
+        return coalesce.Data(**split_digits(), classes=10)
 
     def model(self) -> nn.Module:
         sizes = [64] + [self.hidden] * self.layers
@@ -56,3 +48,14 @@ class Digits(coalesce.Task):
         x, y = batch
         logits = model(x)
         return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
+
+
+def split_digits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Split → its pixels (N, 64), float32 from 0 to 1, and its labels (N,)."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    order = np.random.Generator(np.random.PCG64(0)).permutation(len(labels))
+    x = pixels.astype(np.float32) / 16
+    parts = zip(("train", "val", "test"), np.split(order, [1297, 1547]), strict=True)
+    return {split: (x[part], labels[part]) for split, part in parts}
