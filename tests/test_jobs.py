@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 
 import coalesce
+from coalesce.errors import LaunchError
 from coalesce.jobs import flow
 from coalesce.jobs.work import JobWork
 from coalesce.launch.base import Launcher, Look, Submitted
@@ -206,6 +207,22 @@ def test_what_cannot_be_finished_has_failed_and_can_be_retried(
     lost = frame[frame["status"] == "failed"]
     assert set(lost["job"]) == {1}
     assert lost["message"].str.contains("what it printed: its.log").all()
+    # what was recorded of those that had begun
+    history = coalesce.load_history(run).set_index("experiment")
+    begun_ids = [name for name in lost["experiment"] if name in history.index]
+    assert begun_ids
+    for _, row in lost.iterrows():
+        if row["experiment"] not in begun_ids:
+            assert row["steps_done"] == 0
+            continue
+        recorded = history.loc[row["experiment"]]
+        last = recorded.drop_duplicates("metric", keep="last").set_index("metric")["value"]
+        assert row["steps_done"] == recorded["step"].max() > 0
+        assert row[list(last.index)].tolist() == last.tolist()
+        measured = recorded[recorded["metric"] == "val/accuracy"]
+        if len(measured):
+            assert row["best/val/accuracy"] == measured["value"].max()
+            assert row["best_step"] == measured["step"].iloc[measured["value"].argmax()]
     assert "nothing to train" in resumed(folder, run, code=1)
     with monkeypatch.context() as patch:
         patch.setattr(Inside, "look", lambda self, ids: {name: Look("running") for name in ids})
@@ -215,6 +232,28 @@ def test_what_cannot_be_finished_has_failed_and_can_be_retried(
     resumed(folder, run, "retry=failed")
     same(whole, run)
     assert inside.started == [0, 1, 1, 1]
+
+
+def test_jobs_that_are_refused(folder: Folder, inside: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that never began leaves nothing; one that goes on keeps what it has."""
+
+    def refuse(self: Inside, works: Sequence[Any], folder: Path) -> Sequence[Submitted]:
+        raise LaunchError("Slurm takes no jobs: invalid account")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Inside, "submit", refuse)
+        code, _, err = folder("Mine", *SWEEP, *LOCAL, "launcher.jobs=2")
+        assert code == 1
+        assert err.splitlines()[-1] == "coalesce: Slurm takes no jobs: invalid account"
+        assert not list(folder.path.glob("runs/*"))
+    whole = in_one_process(folder, *SWEEP)
+    inside.strikes = {1: [2, 2]}
+    run, _ = begun(folder, *SWEEP, *LOCAL, "launcher.jobs=2", "launcher.retries=1", code=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Inside, "submit", refuse)
+        assert "invalid account" in resumed(folder, run, "retry=failed", code=1)
+    resumed(folder, run)
+    same(whole, run)
 
 
 def test_more_seeds_are_more_jobs(folder: Folder, inside: Inside) -> None:

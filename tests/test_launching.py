@@ -115,7 +115,13 @@ def test_a_users_own_cluster(cli: CommandLine) -> None:
 )
 def test_times(text: str, value: int) -> None:
     assert minutes(text) == value
-    assert slurm(time=text, signal_s=1).time == slurm(time=value, signal_s=1).time == value
+    assert slurm(time=text).time == slurm(time=value).time == value
+
+
+@pytest.mark.parametrize(("time", "signal_s"), [(1, 15), (2, 30), (6, 90), (240, 90)])
+def test_a_short_time_is_left_to_the_job(time: int, signal_s: int) -> None:
+    assert slurm(time=time).signal_s == slurm(time=time, signal_s=None).signal_s == signal_s
+    assert slurm(time=time, signal_s=7).signal_s == 7
 
 
 @given(st.integers(0, 400), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))

@@ -44,7 +44,8 @@ KEYS: Mapping[str, Mapping[str, Setting]] = {
         "memory_gb": Setting(DEFAULTS.memory_gb, NO_NUMBER, 0, open_low=True),
         "gres": Setting(DEFAULTS.gres, NO_TEXT),
         # Slurm counts them in 16 bits
-        "signal_s": Setting(DEFAULTS.signal_s, INT, 1, 65535),
+        # null: see `_signal_s`
+        "signal_s": Setting(None, NO_INT, 1, 65535),
         "setup": Setting(DEFAULTS.setup, TEXTS),
         "python": Setting(DEFAULTS.python, NO_TEXT),
         "srun": Setting(DEFAULTS.srun, TEXTS),
@@ -103,6 +104,7 @@ def check_launcher(settings: Mapping[str, Any] | None) -> LauncherSettings:
         checked[key], found = _checked(f"launcher.{key}", given.get(key, setting.default), setting)
         problems += found
     if name == "slurm" and not problems:
+        checked["signal_s"] = _signal_s(checked)
         problems += _beside(checked, given, sbatch)
     if name != "process" and importlib.util.find_spec("submitit") is None:
         problems.append(Problem("launcher.name", name, "needs the package submitit, which is not installed", SUBMITIT))
@@ -162,6 +164,13 @@ def _passed_on(key: str, value: Any, sbatch: dict[str, Any]) -> list[Problem]:
     if value is not None and value is not False:
         sbatch[option] = value
     return []
+
+
+def _signal_s(checked: Mapping[str, Any]) -> int:
+    """Seconds from the signal to the end of a job's time. Of a short time most is left to the job: Slurm may send the
+    signal a minute early, and a job that is told before it listens is lost."""
+    given: int | None = checked["signal_s"]
+    return min(DEFAULTS.signal_s, 60 * checked["time"] // 4) if given is None else given
 
 
 def _beside(checked: Mapping[str, Any], given: Mapping[str, Any], sbatch: Mapping[str, Any]) -> list[Problem]:

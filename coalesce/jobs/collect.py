@@ -11,11 +11,14 @@ from coalesce.report import text
 from coalesce.report.summary import print_summary
 from coalesce.runner.listener import Result
 from coalesce.runner.plan import Plan
+from coalesce.runner.slot import Slot
 from coalesce.store.files import write_parquet
 from coalesce.store.frames import raw_frame
+from coalesce.store.jobs import read_standing
 from coalesce.store.lock import writing
 from coalesce.store.paths import RunPaths
-from coalesce.store.read import ended, load, open_run
+from coalesce.store.plans import plan_json
+from coalesce.store.read import assemble_history, ended, load, open_run
 from coalesce.store.tables import write_tables
 
 #: Exit codes.
@@ -50,28 +53,47 @@ def sum_up(paths: RunPaths, plan: Plan, outcomes: Sequence[Outcome], console: Co
 
 def _give_up(paths: RunPaths, plan: Plan, lost: Sequence[Outcome]) -> None:
     """What jobs could not finish has failed, and says why."""
-    index_of = {e.id: c for c in plan.cohorts for e in c.cohort.experiments}
     done = {result.experiment.id for result in ended(paths, plan.experiments)}
-    by_id = {e.id: e for e in plan.experiments}
-    results = [
-        Result(
-            experiment=by_id[name],
-            status="failed",
-            steps=0,
-            metrics={},
-            best={},
-            best_step=None,
-            cohort=index_of[name].cohort.index,
-            width=index_of[name].width,
-            job=outcome.record.number,
-            device="",
-            seconds=0.0,
-            message=outcome.message,
-        )
-        for outcome in lost
-        for name in outcome.record.experiments
-        if name not in done
-    ]
+    planned_of = {e.id: (e, c) for c in plan.cohorts for e in c.cohort.experiments}
+    recorded = _recorded(paths, plan)
+    results = []
+    for outcome in lost:
+        standing = read_standing(RunPaths(paths.folder, outcome.record.number))
+        for name in outcome.record.experiments:
+            if name in done:
+                continue
+            experiment, planned = planned_of[name]
+            slot = recorded.get(name, Slot(experiment))
+            results.append(
+                Result(
+                    experiment=experiment,
+                    status="failed",
+                    steps=slot.steps,
+                    metrics=slot.metrics,
+                    best=slot.best,
+                    best_step=slot.best_step,
+                    cohort=planned.cohort.index,
+                    width=planned.width,
+                    job=outcome.record.number,
+                    device=standing.device.split()[0] if standing and standing.device else "",
+                    # nobody is left who could tell
+                    seconds=0.0,
+                    message=outcome.message,
+                )
+            )
     if results:
         paths.result_part(0).parent.mkdir(exist_ok=True)
         write_parquet(paths.result_part(RunPaths.next_part(paths.result_parts())), raw_frame(results))
+
+
+def _recorded(paths: RunPaths, plan: Plan) -> dict[str, Slot]:
+    """How far experiments got, by what was recorded of them."""
+    experiments = {experiment.id: experiment for experiment in plan.experiments}
+    slots: dict[str, Slot] = {}
+    history = assemble_history(paths, plan_json(plan))
+    history["split"] = history["metric"].str.partition("/")[0]
+    for (name, step, _), rows in history.groupby(["experiment", "step", "split"], sort=False):
+        slot = slots.setdefault(name, Slot(experiments[name]))
+        slot.steps = int(step)
+        slot.note(dict(zip(rows["metric"], rows["value"], strict=True)), plan.trainer.monitor, plan.trainer.mode)
+    return slots

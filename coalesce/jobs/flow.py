@@ -77,7 +77,13 @@ def begin(order: Order, console: Console) -> int:
             write_json(paths.environment, environment("cpu"))
             write_json(paths.plan, plan_json(plan))
         works = works_of(paths, plan, parts, shares, lanes, settings)
-        return carry_out(paths, plan, launcher, settings, works, console)
+        try:
+            return carry_out(paths, plan, launcher, settings, works, console)
+        except LaunchError:
+            # no job was started, so that there is nothing to go on with
+            if not read_records(paths):
+                paths.remove()
+            raise
 
 
 def go_on(

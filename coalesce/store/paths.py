@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
+import shutil
 import unicodedata
 from datetime import datetime
 from pathlib import Path
@@ -74,6 +76,13 @@ class RunPaths:
                 continue
             return cls(folder)
         raise AssertionError("unreachable")
+
+    def remove(self) -> None:
+        """Take the run folder away, and its sweep's where that is empty then: nothing was run in it."""
+        shutil.rmtree(self.folder)
+        with contextlib.suppress(OSError):
+            # other runs lie there
+            self.folder.parent.rmdir()
 
     @property
     def configuration(self) -> Path:

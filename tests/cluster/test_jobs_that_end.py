@@ -82,6 +82,7 @@ def test_a_wrong_partition(slurm: Cluster, folder: Folder) -> None:
     assert code == 1, (out, err)
     # behind sbatch's own lines
     assert err.splitlines()[-1] == "coalesce: Slurm takes no jobs: invalid partition specified: nowhere"
+    assert not list(folder.path.glob("runs/*"))
 
 
 @pytest.mark.thorough
