@@ -130,7 +130,9 @@ def _state(run: Run, label: str) -> str:
     writer = run.writer()
     if writer:
         return f"{line}; it is being written by {writer}"
-    return line if len(run.frame) == run.planned else f"{line}; it broke off"
+    if len(run.frame) == run.planned:
+        return line
+    return f"{line}; it broke off. To go on: python -m coalesce resume={run.paths.folder}"
 
 
 def _say_what_differs(

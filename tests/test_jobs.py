@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import cloudpickle
 import pandas as pd
 import pytest
+from rich.console import Console
 
 import coalesce
 from coalesce.errors import LaunchError
@@ -22,7 +24,7 @@ from coalesce.runner.listener import Listener, Progress
 from coalesce.search.base import Listed
 from coalesce.store.beat import Beat
 from coalesce.store.files import read_json
-from coalesce.store.jobs import Standing, read_records, read_standing, write_standing
+from coalesce.store.jobs import JobRecord, Standing, read_records, read_standing, write_record, write_standing
 from coalesce.store.paths import RunPaths
 from coalesce.store.read import open_run
 from coalesce.store.tables import remove_tables
@@ -254,6 +256,28 @@ def test_jobs_that_are_refused(folder: Folder, inside: Inside, monkeypatch: pyte
         assert "invalid account" in resumed(folder, run, "retry=failed", code=1)
     resumed(folder, run)
     same(whole, run)
+
+
+@pytest.mark.parametrize(("answer", "ends"), [("y", True), ("YES", True), ("", False), ("n", False)])
+def test_whoever_stops_watching_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, ends: bool
+) -> None:
+    cancelled: list[str] = []
+    monkeypatch.setattr(Inside, "cancel", lambda self, ids: cancelled.extend(ids))
+    monkeypatch.setattr("builtins.input", lambda: answer)
+    paths = RunPaths(tmp_path)
+    paths.jobs_folder.mkdir()
+    records = [JobRecord(number, "local", f"p{number}", 0, (), 1, 10, 0.0) for number in range(3)]
+    for record in records:
+        write_record(paths, record)
+    write_standing(RunPaths(tmp_path, 0), Standing("ended", "p0", "here", "cpu", "", 0.0, 0.0))
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, color_system=None, width=200)
+    assert flow._left(paths, Inside(), records, console) == 130
+    assert "2 jobs still waiting or running. Cancel them? [y/N] " in shown.getvalue()
+    assert cancelled == (["p1", "p2"] if ends else [])
+    assert ("To go on: " in shown.getvalue()) == ends
+    assert ("left running" in shown.getvalue()) != ends
 
 
 def test_more_seeds_are_more_jobs(folder: Folder, inside: Inside) -> None:

@@ -176,7 +176,8 @@ def test_runs_that_are_not_over(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "1 of 3 experiments ended (1 finished); it is being written" in out
     assert len(rows(out)) == 1
     writing.closed(KeyboardInterrupt())
-    assert "1 of 3 experiments ended (1 finished); it broke off" in show(capsys, tmp_path)
+    assert "1 of 3 experiments ended (1 finished); it broke off" in (said := show(capsys, tmp_path))
+    assert f"To go on: python -m coalesce resume={tmp_path}" in said
     # a process that was killed leaves its name
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

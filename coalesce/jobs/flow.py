@@ -311,7 +311,9 @@ def _left(paths: RunPaths, launcher: Launcher, records: Sequence[JobRecord], con
     cancel = False
     if console.is_terminal and going:
         try:
-            answer = console.input(f"\n{text.count(len(going), 'job')} still waiting or running. Cancel them? [y/N] ")
+            # as it stands: to rich "[y/N]" would be a style
+            question = f"\n{text.count(len(going), 'job')} still waiting or running. Cancel them? [y/N] "
+            answer = console.input(question, markup=False)
             cancel = answer.strip().lower() in ("y", "yes")
         except (EOFError, KeyboardInterrupt):
             cancel = False
