@@ -88,12 +88,15 @@ def _give_up(paths: RunPaths, plan: Plan, lost: Sequence[Outcome]) -> None:
 
 def _recorded(paths: RunPaths, plan: Plan) -> dict[str, Slot]:
     """How far experiments got, by what was recorded of them."""
+    # what was measured of one split at one step was told at once
+    told: dict[tuple[str, int, str], dict[str, float]] = {}
+    for row in assemble_history(paths, plan_json(plan)).to_dict("records"):
+        split = row["metric"].partition("/")[0]
+        told.setdefault((row["experiment"], row["step"], split), {})[row["metric"]] = row["value"]
     experiments = {experiment.id: experiment for experiment in plan.experiments}
     slots: dict[str, Slot] = {}
-    history = assemble_history(paths, plan_json(plan))
-    history["split"] = history["metric"].str.partition("/")[0]
-    for (name, step, _), rows in history.groupby(["experiment", "step", "split"], sort=False):
+    for (name, step, _), values in told.items():
         slot = slots.setdefault(name, Slot(experiments[name]))
-        slot.steps = int(step)
-        slot.note(dict(zip(rows["metric"], rows["value"], strict=True)), plan.trainer.monitor, plan.trainer.mode)
+        slot.steps = step
+        slot.note(values, plan.trainer.monitor, plan.trainer.mode)
     return slots
