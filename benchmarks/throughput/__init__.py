@@ -1,0 +1,1 @@
+"""Steps per second of the same experiments, by coalesce and by what people would use instead. See `__main__`."""

@@ -1,0 +1,210 @@
+"""Steps per second of the same experiments, by coalesce and by what people would use instead.
+
+    python -m benchmarks.throughput [--task mlp|cnn|gpt|digits|all] [--json FILE] [--rounds 5] [--seconds S]
+                                    [--sides plain coalesced jax modelbatch floor] [--peer-python PATH]
+    python -m benchmarks.throughput --task lr_grid [--rounds 2] [--override steps=200 ...]
+    python -m benchmarks.throughput --task mlp --check
+    python -m benchmarks.throughput --task mlp --curve [--lanes 1 2 4 ... 512]
+
+The same data, initial weights, model, loss, AdamW and cosine schedule on every side; experiments differ in their seed
+and in their learning rate.
+
+- plain: ordinary PyTorch loops, eager and compiled, as 1, 2, 4 and 6 processes that share the cores out.
+- coalesced: the runner runs a plan as `coalesce.sweep` does, with a run folder and the losses recorded; without
+  evaluations, which no side has.
+- jax: jit(vmap(scan)) and optax. modelbatch: the package of that name. Both: pip install 'coalesce[bench]'.
+- floor: the matrix products of the steps alone, each in the fastest of several ways.
+
+Before anything is timed the losses of the first steps must agree on all sides. Then the sides take turns, round by
+round, each with all cores for itself, while the others sleep. What counts is what all processes of a side do in one
+window of time. The ratios are those of one round; shown are the median and the range of the rounds. Beside them the
+ratios by processor time, which say more on a machine that others use as well.
+
+--task lr_grid times the whole command `python -m coalesce sweep=lr_grid`, cold and warm, beside the same experiments as
+plain eager processes; it is no part of "all".
+
+"compile" is what comes before the first step: from a compiler's cache that has been used for another graph, and from
+one that has this graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.throughput import lr_grid, report
+from benchmarks.throughput.machine import cores, describe
+from benchmarks.throughput.processes import Caches, SideFailed, interleave
+from benchmarks.throughput.sides import SIDES, Setup, Side, missing
+from benchmarks.throughput.workloads import PRIMER, WORKLOADS, Workload
+
+#: Seconds of a turn.
+SECONDS = {"mlp": 1.0, "digits": 1.0, "cnn": 2.0, "gpt": 2.0}
+
+#: What ``--task all`` stands for.
+ALL = ["mlp", "cnn", "gpt"]
+
+LANES = [2**i for i in range(10)]
+
+
+def bring_up(workload: Workload, names: Sequence[str], setup: Setup, console: Console) -> list[Side]:
+    """The sides, ready, and in agreement about the first losses.
+
+    Raises:
+        SideFailed: they are not.
+    """
+    sides: list[Side] = []
+    try:
+        for name in names:
+            console.print(f"{workload.name}, {workload.lanes} lanes: preparing {name}", style="dim")
+            sides.append(SIDES[name](workload, setup))
+        found = report.apart(sides)
+        if found:
+            shown = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
+            console.print(f"Losses of the first steps, largest relative difference from the first side's: {shown}")
+            far = [name for name, value in found.items() if not value <= report.TOLERANCE]
+            if far:
+                raise SideFailed(f"{', '.join(far)} trains something else: above {report.TOLERANCE:.0e}")
+    except BaseException:
+        for side in sides:
+            side.close()
+        raise
+    return sides
+
+
+def measure(
+    workload: Workload,
+    names: Sequence[str],
+    setup: Setup,
+    rounds: int,
+    seconds: float | None,
+    console: Console,
+    standing: Sequence[Side] = (),
+) -> dict[str, Any]:
+    """All that one task is measured for.
+
+    Args:
+        standing: sides that are there already, and stay.
+    """
+    own = bring_up(workload, names, setup, console)
+    sides = [*standing, *own]
+    try:
+        contestants = [contestant for side in sides for contestant in side.contestants]
+        interleave(contestants, rounds, seconds or SECONDS[workload.name])
+    finally:
+        for side in own:
+            side.close()
+    title = f"{workload.name}: {workload.lanes} lanes, batch {workload.batch_size}"
+    report.print_work(title, sides, console)
+    found: dict[str, Any] = {"lanes": workload.lanes, "sides": report.figures(sides), "apart": report.apart(own)}
+    if "coalesced" in names:
+        found["ratios"] = report.ratios(sides)
+        report.print_ratios(workload.name, found["ratios"], console)
+    return found
+
+
+def curve(
+    workload: Workload,
+    lanes: Sequence[int],
+    names: Sequence[str],
+    setup: Setup,
+    rounds: int,
+    seconds: float | None,
+    console: Console,
+) -> list[dict[str, Any]]:
+    """The same at several numbers of lanes. A plain loop knows no lanes: those of the first number stay."""
+    standing = bring_up(workload, [name for name in names if name == "plain"], setup, console)
+    others = [name for name in names if name != "plain"]
+    found = []
+    try:
+        for count in lanes:
+            # its best ways alone, once they are known
+            for side in standing:
+                ways = report.groups([side]).values() if found else [[way] for way in side.contestants]
+                chosen = [report.best(some) if found else some[0] for some in ways]
+                side.contestants = [replace(way, rates=[], processor_rates=[]) for way in chosen]
+            one = replace(workload, lanes=count)
+            found.append(measure(one, others, setup, rounds, seconds, console, standing))
+    finally:
+        for side in standing:
+            side.close()
+    if "coalesced" in others:
+        report.print_curve(workload.name, found, console)
+    return found
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=[*WORKLOADS, "all", "lr_grid"], default="mlp")
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES], default=[*SIDES])
+    parser.add_argument("--rounds", type=int, help="5 by default, of lr_grid 2")
+    parser.add_argument("--seconds", type=float, help="of each turn")
+    parser.add_argument(
+        "--lanes", type=int, nargs="+", help="instead of the task's own number; of --curve all that it has"
+    )
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 6], help="numbers of plain processes")
+    parser.add_argument("--cores", type=int, help="threads that a side has in all; all cores by default")
+    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has jax and modelbatch")
+    parser.add_argument("--check", action="store_true", help="compare the first losses, and stop")
+    parser.add_argument("--rates", action="store_true", help="no second compile with a warm cache, and no memory")
+    parser.add_argument("--curve", action="store_true", help="measure at each number of lanes")
+    parser.add_argument("--no-compile", action="store_true", help="neither plain PyTorch nor coalesce compiles")
+    parser.add_argument("--override", nargs="+", default=[], help="of lr_grid: on the command line, such as steps=200")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    console = Console()
+    machine = describe(options.peer_python)
+    console.print(
+        f"{machine['cores']} cores, {machine['cpu']}, {' '.join(machine['flags'])}; load {machine['load']:.1f}"
+    )
+    left_out = [reason for name in options.sides if (reason := missing(name, options.peer_python))]
+    names = [name for name in options.sides if not missing(name, options.peer_python)]
+    for reason in left_out:
+        console.print(reason)
+    figures: dict[str, Any] = {"machine": machine, "left_out": left_out, "tasks": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        caches = Caches(Path(folder) / "caches")
+        how = options.cores or cores(), options.processes, options.peer_python, not options.no_compile
+        rates_alone = options.rates or options.check or options.curve or options.no_compile
+        setup = Setup(Path(folder), caches, *how, thorough=not rates_alone)
+        if setup.thorough:
+            caches.prime(PRIMER.to_json(), setup.cores)
+            figures["preparing an empty cache, s"] = caches.primed_s
+            console.print(f"An empty compiler's cache is prepared in {caches.primed_s:.0f} s")
+        if options.task == "lr_grid":
+            figures["lr_grid"] = lr_grid.measure(setup, options.rounds or 2, options.override, console)
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+            return
+        for task in ALL if options.task == "all" else [options.task]:
+            workload = WORKLOADS[task]
+            how_long = setup, options.rounds or 5, options.seconds, console
+            lanes = options.lanes or (LANES if options.curve else [workload.lanes])
+            if options.check:
+                for count in lanes:
+                    for side in bring_up(replace(workload, lanes=count), names, setup, console):
+                        side.close()
+                continue
+            if options.curve:
+                figures["tasks"][task] = curve(workload, lanes, names, *how_long)
+            else:
+                figures["tasks"][task] = [measure(replace(workload, lanes=n), names, *how_long) for n in lanes]
+            if options.json:
+                # as far as it got
+                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

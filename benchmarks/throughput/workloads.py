@@ -1,0 +1,112 @@
+"""What is trained: the tasks that ship, how many experiments of each, and what all sides are given of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from coalesce.configuration import make_experiments
+from coalesce.data import Data
+from coalesce.engine.batches import Batches
+from coalesce.engine.template import build
+from coalesce.experiment import Experiment
+from coalesce.random import key_of
+
+#: Steps of each experiment, for its schedule: far more than are taken.
+STEPS = 10**6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Experiments that differ in their seed and in their learning rate.
+
+    Args:
+        name: which.
+        task: class and arguments.
+        lanes: how many experiments.
+        batch_size: of each.
+        every: steps after which a training loss is read and recorded, on every side.
+    """
+
+    name: str
+    task: dict[str, Any] = field(hash=False)
+    lanes: int
+    batch_size: int
+    every: int
+
+    def experiments(self) -> tuple[list[Experiment], tuple[str, ...]]:
+        """The experiments and the swept keys. Rates from 1e-4 to 1e-2, equally spaced in their logarithm."""
+        rates = np.geomspace(1e-4, 1e-2, self.lanes).tolist() if self.lanes > 1 else [1e-3]
+        base = {"task": dict(self.task), "optimizer": "adamw", "schedule": "cosine", "steps": STEPS}
+        swept = {"seed": list(range(self.lanes)), "optimizer.lr": rates}
+        return make_experiments(base | {"batch_size": self.batch_size, "seed": 0}, swept, [["seed", "optimizer.lr"]])
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+#: ``digits`` is a smaller one, whose data are there at once.
+WORKLOADS = {
+    "mlp": Workload("mlp", {"_target_": "coalesce.tasks.Mnist1dMLP"}, lanes=64, batch_size=100, every=100),
+    "cnn": Workload("cnn", {"_target_": "coalesce.tasks.ResNet"}, lanes=8, batch_size=64, every=10),
+    "gpt": Workload("gpt", {"_target_": "coalesce.tasks.CharLM"}, lanes=8, batch_size=16, every=10),
+    "digits": Workload(
+        "digits", {"_target_": "coalesce.tasks.Digits", "dropout": 0.0}, lanes=64, batch_size=64, every=100
+    ),
+}
+
+#: What a compiler's cache is primed with: another graph than any of these.
+PRIMER = Workload("primer", {"_target_": "coalesce.tasks.Digits", "hidden": 24}, lanes=2, batch_size=20, every=1)
+
+
+def batches(experiments: Sequence[Experiment], data: Data, steps: int) -> Tensor:
+    """The samples that coalesce trains the first steps on: (steps, K, B) int64."""
+    samples = Batches(experiments[0].batch_size, "straddle").samples
+    count = data.sizes["train"]
+    rows = [[samples(key_of(e.seed), torch.tensor(step), count) for e in experiments] for step in range(steps)]
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def write_given(workload: Workload, steps: int, path: Path) -> None:
+    """Write what a side without torch needs: data, rates, hyperparameters, initial weights, the first batches.
+
+    Args:
+        steps: batches for so many.
+        path: a file that `numpy.load` reads. Weights and buffers of all lanes are "initial/<name>", (K, ...).
+    """
+    experiments, _ = workload.experiments()
+    task, _ = build(experiments[0])
+    data = task.data()
+    arrays: dict[str, Any] = {f"train/{i}": leaf.numpy() for i, leaf in enumerate(data.leaves("train"))}
+    arrays["batches"] = batches(experiments, data, steps).numpy()
+    arrays["lr"] = np.array([e.config["optimizer"]["lr"] for e in experiments], np.float32)
+    states = [build(e)[1].state_dict() for e in experiments]
+    arrays |= {f"initial/{name}": np.stack([s[name].numpy() for s in states]) for name in states[0]}
+    np.savez(path, **arrays)
+
+
+def hyperparameters(experiment: Experiment) -> dict[str, Any]:
+    """The arguments of `torch.optim.AdamW`."""
+    return {n: experiment.config["optimizer"][n] for n in ("lr", "betas", "eps", "weight_decay")}
+
+
+def parts(name: str, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A batch as what the model takes and what it is to tell, for a peer that does not call the task."""
+    if name == "gpt":
+        (windows,) = leaves
+        return windows[..., :-1].long(), windows[..., 1:].long()
+    x, y = leaves
+    return x, y
+
+
+def loss(logits: Tensor, y: Tensor) -> Tensor:
+    """The loss of all three tasks as they are configured here."""
+    return F.cross_entropy(logits.flatten(0, -2), y.flatten())
