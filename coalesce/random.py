@@ -106,9 +106,13 @@ def uniform(key: Tensor, step: Tensor, call: int | Tensor, shape: Sequence[int],
     Returns:
         Tensor of that shape; float32 for the 16-bit dtypes.
     """
-    words = bits(key, Purpose.DRAW, step, call, math.prod(shape)) >> 8
+    return uniform_of(bits(key, Purpose.DRAW, step, call, math.prod(shape)), shape, dtype)
+
+
+def uniform_of(words: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The uniform numbers that words of 32 bits stand for; see `uniform`."""
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
-    return (words.to(wide) * 2.0**-24).view(tuple(shape))
+    return ((words >> 8).to(wide) * 2.0**-24).view(tuple(shape))
 
 
 def shuffled(key: Tensor, position: Tensor, size: int | Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from coalesce.random import shuffled
+from coalesce.engine.keyed import shuffled
 
 #: An int of the host, or an int64 tensor.
 Count: TypeAlias = Any

@@ -18,6 +18,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from coalesce.engine.keyed import expand
+
 #: What `label` may note: that a node belongs to a forward pass, and the number of the region that is to be computed
 #: again (see `recompute`).
 LABELS = ("forward", "region")
@@ -53,6 +55,7 @@ def trace(function: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphMod
             make = make_fx(pure, decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True)
             traced = make(*inputs)
     number(traced.graph)
+    expand(traced, trace)
     traced.graph.eliminate_dead_code()
     left = _writes(traced)
     if left:

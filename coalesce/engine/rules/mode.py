@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -17,11 +18,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from coalesce import random
+from coalesce.engine import keyed
 from coalesce.engine.rules import autocast
 from coalesce.engine.rules.lines import user_line
 from coalesce.engine.rules.lowerings import Convolution, Seen
 from coalesce.errors import TaskError
+from coalesce.random import uniform_of
 
 Handler = Callable[..., Any]
 
@@ -176,11 +178,11 @@ class Rules(TorchFunctionMode):
 
     def bits(self, count: int) -> Tensor:
         """The lane's next draw, of a call number of its own: (count,) int64 in [0, 2**32)."""
-        return random.bits(self.key, random.Purpose.DRAW, self.step, self._call(), count)
+        return keyed.bits(self.key, self.step, self._call(), count)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The lane's next draw: uniform in [0, 1), multiples of 2**-24; see `random.uniform`."""
-        return random.uniform(self.key, self.step, self._call(), shape, dtype)
+        return uniform_of(self.bits(math.prod(shape)), shape, dtype)
 
     def _call(self) -> Tensor:
         self.calls += 1
