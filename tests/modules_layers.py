@@ -169,7 +169,6 @@ rows(
             nn.Sequential(nn.SiLU(), nn.Dropout(a, inplace=True)),
         ),
         compiled=True,
-        thorough=True,
     ),
 )
 

@@ -153,6 +153,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 6], help="numbers of plain processes")
     parser.add_argument("--cores", type=int, help="threads that a side has in all; all cores by default")
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has jax and modelbatch")
+    parser.add_argument("--passive", action="store_true", help="threads wait asleep on all sides: on a shared machine")
     parser.add_argument("--check", action="store_true", help="compare the first losses, and stop")
     parser.add_argument("--rates", action="store_true", help="no second compile with a warm cache, and no memory")
     parser.add_argument("--curve", action="store_true", help="measure at each number of lanes")
@@ -172,13 +173,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     left_out = [reason for name in options.sides if (reason := missing(name, options.peer_python))]
     names = [name for name in options.sides if not missing(name, options.peer_python)]
     for reason in left_out:
-        console.print(reason)
+        console.print(reason, markup=False)
     figures: dict[str, Any] = {"machine": machine, "left_out": left_out, "tasks": {}}
     with tempfile.TemporaryDirectory() as folder:
         caches = Caches(Path(folder) / "caches")
         how = options.cores or cores(), options.processes, options.peer_python, not options.no_compile
         rates_alone = options.rates or options.check or options.curve or options.no_compile
-        setup = Setup(Path(folder), caches, *how, thorough=not rates_alone)
+        setup = Setup(Path(folder), caches, *how, thorough=not rates_alone, passive=options.passive)
         if setup.thorough:
             caches.prime(PRIMER.to_json(), setup.cores)
             figures["preparing an empty cache, s"] = caches.primed_s

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.throughput import worker
 from benchmarks.throughput.plain import stock
-from benchmarks.throughput.workloads import Workload
-from coalesce.engine.template import build
+from benchmarks.throughput.workloads import Workload, build
 
 aten = torch.ops.aten
 Call = Callable[[], object]

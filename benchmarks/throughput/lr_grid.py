@@ -7,7 +7,6 @@ evaluated as often, the test split at the end, by the state that was best as wel
 
 from __future__ import annotations
 
-import copy
 import json
 import subprocess
 import sys
@@ -16,83 +15,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.throughput.lr_grid_plain import EVERY
 from benchmarks.throughput.processes import SideFailed, stock_environment
 from benchmarks.throughput.report import spread
 from benchmarks.throughput.sides import Setup
 from benchmarks.throughput.workloads import PRIMER
-
-#: As `conf/trainer/default.yaml` has them.
-EVERY, EVALUATE_EVERY = 100, 500
+from coalesce import kernels
+from coalesce.store.paths import RunPaths
+from coalesce.store.read import runs_below
+from coalesce.store.resume import reopen
 
 ROOT = Path(__file__).parents[2]
 
 
-def compose(overrides: Sequence[str]) -> list[Any]:
-    """The experiments of the sweep as it ships.
-
-    Args:
-        overrides: as on the command line.
-    """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
-    from coalesce.configuration import make_experiments
-
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        config: Any = OmegaConf.to_container(hydra_compose("config", ["sweep=lr_grid", *overrides]), resolve=True)
-    base = {n: config[n] for n in ("task", "optimizer", "schedule", "steps", "batch_size", "seed", "data", "precision")}
-    return make_experiments(base, config["sweep"]["params"])[0]
-
-
-def train(experiment: Any, data: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
-    """One experiment as an ordinary script trains it; its metrics."""
-    from benchmarks.throughput.plain import Loop
-
-    loop = Loop(experiment, data, EVERY, False, optimizer)
-    schedule = experiment.config["schedule"]
-    warmup = torch.optim.lr_scheduler.LinearLR(loop.optimizer, schedule["warmup_start"], 1.0, schedule["warmup"])
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, experiment.steps - schedule["warmup"])
-    loop.scheduler = torch.optim.lr_scheduler.SequentialLR(loop.optimizer, [warmup, cosine], [schedule["warmup"]])
-
-    def evaluate(split: str) -> dict[str, float]:
-        loop.model.eval()
-        with torch.no_grad():
-            found = loop.task.metrics(loop.model, data.unflatten(data.leaves(split)))
-        loop.model.train()
-        return {f"{split}/{n}": float(value) for n, value in found.items()}
-
-    losses, best, kept = [], -1.0, copy.deepcopy(loop.model.state_dict())
-    found: dict[str, float] = {}
-    for step in range(1, experiment.steps + 1):
-        loop.step()
-        if step % EVERY == 0:
-            losses.append(loop.last)
-        if step % EVALUATE_EVERY == 0 or step == experiment.steps:
-            found = evaluate("val")
-            if found["val/accuracy"] > best:
-                best, kept = found["val/accuracy"], copy.deepcopy(loop.model.state_dict())
-    found |= evaluate("test")
-    loop.model.load_state_dict(kept)
-    return {"losses": losses, **found, "best": evaluate("test")}
-
-
-def share(number: int, count: int, threads: int, optimizer: dict[str, Any], overrides: list[str], out: str) -> None:
-    """What one process of plain PyTorch does: every experiment whose number is its own, by turns."""
-    from benchmarks.throughput.plain import stock
-    from coalesce.engine.template import build
-
-    stock()
-    torch.set_num_threads(threads)
-    mine = compose(overrides)[number::count]
-    task, _ = build(mine[0])
-    data = task.data()
-    results = {e.id: train(e, data, optimizer) for e in mine}
-    Path(out).write_text(json.dumps(results))
+def write_experiments(setup: Setup) -> Path:
+    """Write down what experiments the command had, as its run folder tells."""
+    folder = next(iter(runs_below(setup.folder / "runs")))
+    path = setup.folder / "experiments.json"
+    path.write_text(json.dumps([e.config for e in reopen(RunPaths(folder)).plan.experiments]))
+    return path
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], what: str, log: Path) -> None:
@@ -101,23 +45,18 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], what: str, log: Path) ->
             raise SideFailed(f"{what} failed:\n{log.read_text()[-4000:]}")
 
 
-def plain_s(count: int, setup: Setup, optimizer: dict[str, Any], overrides: Sequence[str]) -> float:
+def plain_s(count: int, setup: Setup, optimizer: dict[str, Any], experiments: Path) -> float:
     """Seconds that so many processes of plain PyTorch take."""
+    environment = stock_environment() | ({kernels.WAIT: kernels.PASSIVE} if setup.passive else {})
     started = time.monotonic()
     log = setup.folder / "plain.log"
     with log.open("w") as file:
         processes = []
         for number in range(count):
-            how = (
-                number,
-                count,
-                max(1, setup.cores // count),
-                optimizer,
-                list(overrides),
-                f"{setup.folder}/{number}.json",
-            )
-            command = [sys.executable, "-m", "benchmarks.throughput.lr_grid", json.dumps(how)]
-            processes.append(subprocess.Popen(command, cwd=ROOT, stderr=file, stdout=file, env=stock_environment()))
+            files = str(experiments), f"{setup.folder}/{number}.json"
+            how = json.dumps([number, count, max(1, setup.cores // count), optimizer, *files])
+            command = [sys.executable, "-m", "benchmarks.throughput.lr_grid_plain", how]
+            processes.append(subprocess.Popen(command, cwd=ROOT, stderr=file, stdout=file, env=environment))
         _wait(processes, f"plain PyTorch in {count} processes", log)
     return time.monotonic() - started
 
@@ -135,7 +74,7 @@ def command_s(name: str, setup: Setup, overrides: Sequence[str]) -> float:
 
 def measure(setup: Setup, rounds: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """Seconds of each, in turns, and the command's gain over the best of plain PyTorch, round by round."""
-    if not setup.caches.primed:
+    if setup.compile and not setup.caches.primed:
         setup.caches.prime(PRIMER.to_json(), setup.cores)
     # AdamW as it is faster for this model
     optimizer = _optimizer(setup)
@@ -144,9 +83,10 @@ def measure(setup: Setup, rounds: int, overrides: Sequence[str], console: Consol
         name = f"lr_grid-{number}"
         for kind in ("cold", "warm"):
             rows.setdefault(f"the command, {kind}", []).append(command_s(name, setup, overrides))
+        experiments = write_experiments(setup)
         for count in setup.counts:
             kind = f"plain eager, {count} process{'es' * (count > 1)}"
-            rows.setdefault(kind, []).append(plain_s(count, setup, optimizer, overrides))
+            rows.setdefault(kind, []).append(plain_s(count, setup, optimizer, experiments))
     plain = {kind: seconds for kind, seconds in rows.items() if kind.startswith("plain")}
     chosen = min(plain, key=lambda kind: spread(plain[kind])["median"])
     found = {
@@ -175,7 +115,3 @@ def _optimizer(setup: Setup) -> dict[str, Any]:
     finally:
         process.close()
     return found
-
-
-if __name__ == "__main__":
-    share(*json.loads(sys.argv[1]))

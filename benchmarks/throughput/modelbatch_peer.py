@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.throughput import worker
-from benchmarks.throughput.plain import TRIED, TRIES, stock
-from benchmarks.throughput.workloads import STEPS, Workload, batches, hyperparameters, loss, parts
-from coalesce.engine.template import build
+from benchmarks.throughput.plain import TRIES, stock
+from benchmarks.throughput.workloads import STEPS, Workload, batches, build, hyperparameters, loss, parts
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"fused": True})
 
@@ -97,8 +96,7 @@ class Peer:
             times = []
             for _ in range(TRIES):
                 started = time.process_time()
-                for _ in range(max(1, TRIED // self.workload.lanes)):
-                    stack.step()
+                stack.step()
                 times.append(time.process_time() - started)
             best.append(min(times))
         self.stack = stacks[best.index(min(best))]

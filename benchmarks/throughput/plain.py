@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.throughput import worker
-from benchmarks.throughput.workloads import STEPS, Workload, batches, hyperparameters
+from benchmarks.throughput.workloads import STEPS, Workload, batches, build, hyperparameters
 from coalesce import kernels
 from coalesce.data import Data
-from coalesce.engine.template import build
 from coalesce.experiment import Experiment
 
 #: Steps by which the two implementations of AdamW are told apart, and how often.

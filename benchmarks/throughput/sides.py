@@ -18,8 +18,8 @@ from coalesce.memory.measure import READABLE
 #: Steps whose losses all sides must agree on.
 CHECKED = 4
 
-#: Steps in one call of JAX's scan.
-SCANNED = {"mlp": 40, "digits": 20, "cnn": 5, "gpt": 5}
+#: Steps in one call of JAX's scan. Of the cnn one, which takes XLA about a second of a CPU for each experiment.
+SCANNED = {"mlp": 40, "digits": 20, "cnn": 1, "gpt": 5}
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Setup:
         python: the interpreter that has the peers.
         compile: whether plain PyTorch and coalesce compile.
         thorough: also compile a second time from a warm cache, and measure memory.
+        passive: threads wait for each other asleep on all sides, not only where that is best.
     """
 
     folder: Path
@@ -43,6 +44,12 @@ class Setup:
     python: str = sys.executable
     compile: bool = True
     thorough: bool = True
+    passive: bool = False
+
+    @property
+    def policies(self) -> Sequence[str]:
+        """How threads wait for each other: awake, asleep. A thread alone waits for nobody."""
+        return ("ACTIVE", kernels.PASSIVE) if self.cores > 1 and not self.passive else (kernels.PASSIVE,)
 
 
 @dataclass
@@ -70,6 +77,7 @@ class Side:
 def plain(workload: Workload, setup: Setup) -> Side:
     """As many processes as are ever asked for, each with the experiment of its number."""
     environment = setup.caches.environment(f"{workload.name}-plain")
+    environment |= {kernels.WAIT: kernels.PASSIVE} if setup.passive else {}
     given = asdict(workload)
     pool = [Process("plain", {"workload": given, "number": n}, environment) for n in range(max(setup.counts))]
     kinds = ["eager", "compiled"] if setup.compile else ["eager"]
@@ -125,8 +133,7 @@ def floor(workload: Workload, setup: Setup) -> Side:
     """The products alone; threads that wait asleep and threads that wait awake, whichever do better."""
     contestants = []
     figures: dict[str, Any] = {}
-    # a thread alone waits for nobody
-    for policy in ("ACTIVE", kernels.PASSIVE) if setup.cores > 1 else (kernels.PASSIVE,):
+    for policy in setup.policies:
         arguments = {"workload": asdict(workload), "threads": setup.cores}
         process = Process("floor", arguments, {kernels.WAIT: policy})
         figures[policy] = process.call("prepare")
@@ -158,17 +165,21 @@ def jax(workload: Workload, setup: Setup) -> Side:
 
 
 def modelbatch(workload: Workload, setup: Setup) -> Side:
-    """`ModelBatch` and `OptimizerFactory`."""
+    """`ModelBatch` and `OptimizerFactory`; threads as in `floor`."""
     arguments = {"workload": asdict(workload), "threads": setup.cores}
-    process = Process("modelbatch_peer", arguments, None, setup.python)
-    figures: dict[str, Any] = process.call("prepare")
+    figures: dict[str, Any] = {}
+    contestants = []
+    for policy in setup.policies:
+        process = Process("modelbatch_peer", arguments, {kernels.WAIT: policy}, setup.python)
+        figures[policy] = process.call("prepare")
+        contestants.append(Contestant(f"modelbatch, threads wait {policy.lower()}", [process]))
     losses = {"modelbatch": process.call("losses", steps=CHECKED)}
     if setup.thorough:
-        alone = Process("modelbatch_peer", arguments, READABLE, setup.python)
+        alone = Process("modelbatch_peer", arguments, READABLE | {kernels.WAIT: kernels.PASSIVE}, setup.python)
         alone.call("prepare")
         figures["memory"] = alone.call("memory")
         alone.close()
-    return Side("modelbatch", [Contestant("modelbatch", [process])], losses, figures)
+    return Side("modelbatch", contestants, losses, figures)
 
 
 SIDES = {"plain": plain, "coalesced": coalesced, "jax": jax, "modelbatch": modelbatch, "floor": floor}

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from coalesce.configuration import make_experiments
 from coalesce.data import Data
 from coalesce.engine.batches import Batches
-from coalesce.engine.template import build
 from coalesce.experiment import Experiment
 from coalesce.random import key_of
 
@@ -44,6 +43,8 @@ class Workload:
 
     def experiments(self) -> tuple[list[Experiment], tuple[str, ...]]:
         """The experiments and the swept keys. Rates from 1e-4 to 1e-2, equally spaced in their logarithm."""
+        from coalesce.configuration import make_experiments
+
         rates = np.geomspace(1e-4, 1e-2, self.lanes).tolist() if self.lanes > 1 else [1e-3]
         base = {"task": dict(self.task), "optimizer": "adamw", "schedule": "cosine", "steps": STEPS}
         swept = {"seed": list(range(self.lanes)), "optimizer.lr": rates}
@@ -65,6 +66,15 @@ WORKLOADS = {
 
 #: What a compiler's cache is primed with: another graph than any of these.
 PRIMER = Workload("primer", {"_target_": "coalesce.tasks.Digits", "hidden": 24}, lanes=2, batch_size=20, every=1)
+
+
+def build(experiment: Experiment) -> tuple[Any, nn.Module]:
+    """An experiment's task and model, as an ordinary script makes them."""
+    arguments = dict(experiment.config["task"])
+    module, _, name = arguments.pop("_target_").rpartition(".")
+    task = getattr(import_module(module), name)(**arguments)
+    torch.manual_seed(experiment.seed)
+    return task, task.model()
 
 
 def batches(experiments: Sequence[Experiment], data: Data, steps: int) -> Tensor:
