@@ -107,7 +107,7 @@ def row(name: str, model: Any, **options: Any) -> Row:
 
 
 rows(
-    row("Attention", lambda a: Attends(causal, shared, own, constant), compiled=True),
+    row("Attention", lambda a: Attends(causal, shared, own, constant), compiled=True, thorough=True),
     row("Attention, learned mask", lambda a: Attends(learned)),
     row("Attention, dropout", lambda a: Attends(lambda net, x: {"dropout_p": a if net.training else 0.0})),
     row("Attention, grouped", lambda a: Grouped()),

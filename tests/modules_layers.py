@@ -169,6 +169,7 @@ rows(
             nn.Sequential(nn.SiLU(), nn.Dropout(a, inplace=True)),
         ),
         compiled=True,
+        thorough=True,
     ),
 )
 

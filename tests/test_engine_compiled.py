@@ -14,7 +14,7 @@ from coalesce.tasks import Digits
 from engine_helpers import experiment, template_of
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_digits_does_not_see_its_neighbours() -> None:
     """Law 1 for the task of the main job, at one width."""
 

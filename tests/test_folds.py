@@ -110,7 +110,8 @@ PAIRS = ((0, 0), (1, 1), (2, 2), (3, 2))
 
 
 @pytest.mark.parametrize(
-    "remainder", ["straddle", *(pytest.param(word, marks=pytest.mark.slow) for word in ("short", "drop"))]
+    "remainder",
+    ["straddle", pytest.param("short", marks=pytest.mark.slow), pytest.param("drop", marks=pytest.mark.thorough)],
 )
 def test_a_fold_in_a_lane_is_the_fold_alone(remainder: str) -> None:
     lanes = lanes_of([folded(number, fold, remainder) for number, fold in PAIRS], evaluate_batch_size=4)

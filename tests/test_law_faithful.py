@@ -74,8 +74,9 @@ def trained(experiments: list[Experiment], compile: bool) -> tuple[Lanes, list[A
     ("optimizers", "schedules"),
     [
         pytest.param(SGD, COSINE, id="sgd, cosine"),
-        pytest.param(NESTEROV, CONSTANT, id="nesterov, constant"),
-        pytest.param(ADAM, COSINE, id="adam, cosine"),
+        # `test_optim_engine.py` has every rule
+        pytest.param(NESTEROV, CONSTANT, id="nesterov, constant", marks=pytest.mark.thorough),
+        pytest.param(ADAM, COSINE, id="adam, cosine", marks=pytest.mark.thorough),
         pytest.param(ADAMW, CONSTANT, id="adamw, constant"),
         pytest.param(CLIPPED, COSINE, id="clipped sgd, cosine"),
     ],

@@ -22,6 +22,7 @@ from coalesce.engine.tape import Segment
 from coalesce.engine.trace import is_view
 from engine_helpers import experiment, lanes_of, train_alone, worst
 from test_tape import Cut, three
+from thorough import kept
 
 STEPS = 3
 
@@ -110,7 +111,11 @@ CLIPPED = {"name": "adam", "clip_norm": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("again", "optimizer"), [("auto", CLIPPED), (1, None), (3, None), (("blocks.1", "shared", "blocks.1.up"), None)]
+    ("again", "optimizer"),
+    kept(
+        [("auto", CLIPPED), (1, None), (3, None), (("blocks.1", "shared", "blocks.1.up"), None)],
+        of=[("auto", CLIPPED), (("blocks.1", "shared", "blocks.1.up"), None)],
+    ),
 )
 def test_computing_again_changes_no_bit(again: Any, optimizer: dict[str, Any] | None) -> None:
     """Dropout, BatchNorm, a module called twice, nested pieces, several outputs, writes in place."""
@@ -198,7 +203,9 @@ class Borrower(nn.Module):
         return torch.tanh(self.last(F.gelu(h)))
 
 
-@pytest.mark.parametrize(("detached", "again"), [(True, "auto"), (True, ("0",)), (False, "auto")])
+@pytest.mark.parametrize(
+    ("detached", "again"), kept([(True, "auto"), (True, ("0",)), (False, "auto")], of=[(True, ("0",)), (False, "auto")])
+)
 def test_a_borrowed_parameter_is_read_as_it_was(detached: bool, again: Any) -> None:
     """Trap C in a third dress: a piece that is computed again reads a parameter whose gradient was born long before.
     Rates at which one step moves the weights by as much as they are."""

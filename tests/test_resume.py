@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from coalesce.store.lock import RunLock
 from coalesce.store.paths import RunPaths
 from resume_helpers import Command, results, same, times_ended
+from thorough import kept
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def whole(made: tuple[Path, Path]) -> Path:
     return made[0]
 
 
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", kept(["SIGUSR1", "SIGTERM", "SIGINT"], of=["SIGUSR1", "SIGTERM"]))
 def test_case_34_a_signal_and_then_resume(name: str, command: Command, whole: Path) -> None:
     broken = command.interrupted(name, 11)
     assert len(results(broken)) == 2
@@ -218,7 +219,8 @@ def test_folders_that_cannot_be_gone_on_from(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    "search", ["asha", pytest.param("halving", marks=pytest.mark.slow), pytest.param("pbt", marks=pytest.mark.slow)]
+    "search",
+    ["asha", pytest.param("halving", marks=pytest.mark.thorough), pytest.param("pbt", marks=pytest.mark.slow)],
 )
 def test_a_search_goes_on_where_it_was(search: str, command: Command) -> None:
     options = [f"search={search}", "sweep.params.optimizer.lr=[0.1, 0.03, 0.01]", "trainer.width=3"]

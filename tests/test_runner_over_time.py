@@ -22,6 +22,7 @@ from coalesce.runner.snapshot import Snapshot
 from coalesce.search.base import Listed, Report, Verdict
 from over_time_helpers import USUAL, Keeper, outcome, plan_of
 from runner_helpers import Net, Ran, Recorder, ran
+from thorough import kept
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,9 @@ def whole() -> dict[str, Any]:
     return outcome(recorder.results)
 
 
-@pytest.mark.parametrize(("at", "early"), [(1, False), (6, False), (2, True), (9, True)])
+@pytest.mark.parametrize(
+    ("at", "early"), kept([(1, False), (6, False), (2, True), (9, True)], of=[(1, False), (9, True)])
+)
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(whole: dict[str, Any], at: int, early: bool) -> None:
     first = Keeper(at, early)
     with pytest.raises(KeyboardInterrupt):

@@ -139,7 +139,7 @@ def test_static_words_and_numbers_of_items_split() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("cosine_restarts", marks=pytest.mark.thorough), pytest.param("one_cycle", marks=pytest.mark.slow)],
+    [pytest.param(name, marks=pytest.mark.thorough) for name in ("cosine_restarts", "one_cycle")],
 )
 def test_compiled_lanes_equal_plain_loops_whoever_their_neighbours_are(name: str) -> None:
     experiments = [make(name, number, "adamw", longer=3) for number in range(4)]

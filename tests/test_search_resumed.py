@@ -22,6 +22,7 @@ from coalesce.runner.run import Begun, run
 from coalesce.search.base import Search
 from coalesce.search.space import Interval
 from over_time_helpers import Keeper
+from thorough import kept
 
 TRAINER = check_trainer(
     {
@@ -69,7 +70,7 @@ def outcome(results: Sequence[Result]) -> dict[str, str]:
     return {r.experiment.id: str((r.status, r.steps, r.metrics, r.best, r.best_step, r.message)) for r in results}
 
 
-@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize("name", kept(SEARCHES, of=["asha", "pbt", "optuna"]))
 def test_an_interrupted_search_ends_as_if_it_had_not_been(name: str, tmp_path: Path) -> None:
     search, plan = made(name, tmp_path / "plain.db")
     whole = Keeper()
