@@ -2,9 +2,8 @@
 
 Nothing here has a state, so an experiment draws the same numbers in any lane, at any width, after any interruption.
 
-Sources: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011),
-for Philox 4x32-10; M. Dworkin, "Recommendation for block cipher modes of operation: methods for format-preserving
-encryption" (NIST SP 800-38G), for the construction of the shuffle.
+Source: J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011),
+for Philox 4x32-10.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+_WORD = 0xFFFFFFFFFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-
-#: Rounds of the shuffle. FF1, which is built alike, has 10; below ten samples those leave a bias that a test sees.
-SHUFFLE_ROUNDS = 16
 
 
 class Purpose(IntEnum):
@@ -72,6 +69,12 @@ def key_of(seed: int) -> Tensor:
     return torch.tensor([seed & _MASK, seed >> 32], dtype=torch.int64)
 
 
+def seed_of(key: Tensor) -> int:
+    """The seed that `key_of` made a key of."""
+    low, high = key.tolist()
+    return int(high << 32 | low)
+
+
 def bits(key: Tensor, purpose: Purpose, step: Tensor, call: int | Tensor, count: int) -> Tensor:
     """Random words of 32 bits.
 
@@ -115,65 +118,27 @@ def uniform_of(words: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     return ((words >> 8).to(wide) * 2.0**-24).view(tuple(shape))
 
 
-def shuffled(key: Tensor, position: Tensor, size: int | Tensor) -> Tensor:
-    """The sample that stands at a position of an endless sequence of shuffled epochs.
+def epoch_order(seed: int, epoch: int, size: int) -> Tensor:
+    """The order in which an epoch goes through the samples of a split.
 
-    Epoch e of a seed is a permutation of ``range(size)``, keyed by (seed, e). The samples lie in a rectangle of
-    about sqrt(N) columns whose last row may be short. One round turns every column by a keyed amount, the next
-    every row; each is a bijection of the samples whatever N is, so no index needs a second try and no lane needs a
-    table. This is a Feistel network over two coordinates with addition, as FF1 is. Its round function is a 32-bit
-    multiply-and-shift hash of key, round and coordinate: shuffling data asks no more, and Philox here would double
-    the operations of a small model's step. (An argsort of random words once per epoch takes more time per sample,
-    and a table in every lane that a refill or a snapshot would have to carry: `python -m benchmarks.shuffle`.)
+    `torch.randperm`, as torch's own `DataLoader` has it, from a generator that is made for this epoch of this seed: so
+    it does not matter what was drawn before. Like initial weights it is torch's, and holds as long as torch's stays.
 
-    How even it is, `tests/test_shuffle.py` counts; the worst size is 6. When N is the square of an odd number, every
-    round is an even permutation, so that the odd ones never come up: all N-2 first places are even nevertheless.
+    >>> epoch_order(seed=0, epoch=0, size=5)
+    tensor([3, 1, 2, 0, 4])
 
     Args:
-        key: (2,) int64.
-        position: int64 of any shape: counts samples from the start of training, epoch after epoch.
-        size: N, below 2**31; a 0-d int64 tensor gives the same bits, and is not checked.
+        seed: of the experiment.
+        epoch: number of the epoch, from 0.
+        size: N, samples of the split.
 
     Returns:
-        int64 in [0, N), of the shape of ``position``.
-
-    Raises:
-        ValueError: ``size`` is out of range.
+        (N,) int64, each of 0 to N - 1 once.
     """
-    columns: int | Tensor
-    if isinstance(size, Tensor):
-        # exact: a float64 holds N, and no root of an integer below 2**31 lies as near to another integer as it errs
-        columns = size.to(torch.float64).sqrt().ceil().to(torch.int64)
-    elif 1 <= size < 2**31:
-        columns = math.isqrt(size - 1) + 1
-    else:
-        raise ValueError(f"size={size}: must be in [1, 2**31)")
-    full_rows, rest = size // columns, size % columns
-    # Whether the last row is short. Where that is not known, the general formula gives the same: no column is below 0.
-    ragged = isinstance(rest, Tensor) or rest > 0
-    epoch, sample = position // size, position % size
-    salts = [_mix(_mix(key[i] + epoch * 0x3C6EF372) + key[1 - i]) for i in (0, 1)]
-    row, column = sample // columns, sample % columns
-    for i in range(SHUFFLE_ROUNDS):
-        salt = salts[i % 2] + i * 0x1E3779B9
-        if i % 2 == 0:
-            height = torch.where(column < rest, full_rows + 1, full_rows) if ragged else full_rows
-            row = _turn(row, _mix(column * 0x165667B1 + salt), height)
-        else:
-            width = torch.where(row < full_rows, columns, rest) if ragged else columns
-            column = _turn(column, _mix(row * 0x165667B1 + salt), width)
-    return row * columns + column
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A hash of the low 47 bits of x to 32 bits."""
-    # The constants are odd and below 2**31, so that no product of 32-bit words leaves an int64.
-    x = ((x ^ (x >> 15)) & _MASK) * 0x7FEB352D & _MASK
-    x = (x ^ (x >> 13)) * 0x27D4EB2F & _MASK
-    return x ^ (x >> 16)
-
-
-def _turn(x: Tensor, word: Tensor, size: Tensor | int) -> Tensor:
-    """x plus a 32-bit word scaled to [0, size), modulo size."""
-    x = x + (word * size >> 32)
-    return torch.where(x >= size, x - size, x)
+    # the finaliser of splitmix64 (G. L. Steele, D. Lea, C. H. Flood, "Fast splittable pseudorandom number generators",
+    # OOPSLA 2014): torch's generator takes 32 of these bits, and seeds that are alike must not give orders that are
+    word = (seed + (epoch + 1) * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    word ^= word >> 31
+    return torch.randperm(size, generator=torch.Generator().manual_seed(word))

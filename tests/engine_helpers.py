@@ -28,7 +28,7 @@ from coalesce.engine.rules import Rules
 from coalesce.engine.template import Template, task_class
 from coalesce.experiment import DATA, Experiment, group
 from coalesce.optim import OPTIMIZERS, SCHEDULES
-from coalesce.random import Purpose, bits, key_of, shuffled, uniform
+from coalesce.random import Purpose, bits, epoch_order, key_of, uniform
 from coalesce.task import Task
 from optim_rows import BY_RULE
 from schedule_oracles import make_scheduler
@@ -181,12 +181,17 @@ def indices_of(experiment: Experiment, count: int) -> Iterator[Tensor]:
     Args:
         count: N, samples of the training split.
     """
-    key, size = key_of(experiment.seed), experiment.batch_size
-    for number in itertools.count():
+    size = experiment.batch_size
+    left = torch.zeros(0, dtype=torch.int64)
+    for epoch in itertools.count():
+        order = epoch_order(experiment.seed, epoch, count)
         if experiment.remainder == "straddle":
-            yield shuffled(key, number * size + torch.arange(size), count)
+            left = torch.cat([left, order])
+            while len(left) >= size:
+                yield left[:size]
+                left = left[size:]
         else:
-            order = shuffled(key, number * count + torch.arange(count), count).tolist()
+            order = order.tolist()
             yield from DataLoader(range(count), size, sampler=order, drop_last=experiment.remainder == "drop")  # type: ignore[arg-type]
 
 

@@ -25,7 +25,6 @@ from coalesce.engine.folds import read_folds
 from coalesce.engine.lanes import Lanes
 from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Experiment, group
-from coalesce.random import key_of, shuffled
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
 from runner_helpers import planned, ran
 
@@ -145,16 +144,6 @@ def test_a_fold_in_a_lane_is_the_fold_alone_bit_for_bit() -> None:
         expected, found = alone.state_dict(0), lanes.state_dict(lane)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
         assert alone.read().metrics["loss"][0] == lanes.read().metrics["loss"][lane]
-
-
-def test_a_count_of_its_own_gives_the_bits_of_that_count() -> None:
-    """`shuffled` with N as a tensor that a lane holds, squares and their neighbours among them."""
-    counts = torch.tensor([1, 2, 3, 4, 5, 8, 9, 10, 24, 25, 26, 99, 100, 2**20, 2**20 + 1, 2**31 - 1])
-    position = torch.tensor([0, 1, 7, 1000, 123456789])
-    for seed in (0, 2**40 + 3):
-        found = torch.func.vmap(lambda n: shuffled(key_of(seed), position, n))(counts)  # noqa: B023
-        for row, count in zip(found, counts.tolist(), strict=True):
-            assert torch.equal(row, shuffled(key_of(seed), position, count))
 
 
 def test_folds_share_one_graph() -> None:

@@ -1,4 +1,4 @@
-"""Draws and the shuffle as one operation of a trace. Oracle: a trace in which their chains are recorded one by one."""
+"""Draws as one operation of a trace. Oracle: a trace in which their chains are recorded one by one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch.func import grad, vmap
 
 from coalesce.engine import keyed
 from coalesce.engine.trace import cut_here, label, latest, trace
-from coalesce.random import Purpose, bits, key_of, shuffled
+from coalesce.random import Purpose, bits, key_of
 
 KEYS = torch.stack([key_of(seed) for seed in (0, 2**40 + 3, 7)])
 STEPS = torch.tensor([0, 5, 2**31])
-POSITIONS = STEPS[:, None] + torch.arange(5)
 
 
 def call() -> Tensor:
@@ -53,14 +52,6 @@ DRAWS: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {
     "a step that all lanes share": (
         lambda key, step: keyed.bits(key, torch.tensor(4), call(), 2),
         lambda key, step: bits(key, Purpose.DRAW, torch.tensor(4), call(), 2),
-    ),
-    "shuffled": (
-        lambda key, step: keyed.shuffled(key, step + torch.arange(5), 12),
-        lambda key, step: shuffled(key, step + torch.arange(5), 12),
-    ),
-    "shuffled, of a number that is a tensor": (
-        lambda key, step: keyed.shuffled(key, step + torch.arange(5), 12 + step % 2),
-        lambda key, step: shuffled(key, step + torch.arange(5), 12 + step % 2),
     ),
     "within a second vmap": (
         lambda key, step: vmap(lambda s: keyed.bits(key, s, call(), 3))(step + torch.arange(4)),
@@ -122,7 +113,8 @@ def test_chains_are_traced_once() -> None:
 
 def test_operations_compute_outside_of_a_trace() -> None:
     """As torch's own interpreters call them."""
-    operation = torch.ops.coalesce.shuffled.default
-    found = operation(KEYS, POSITIONS, 12)
-    assert torch.equal(found, vmap(lambda key, position: shuffled(key, position, 12))(KEYS, POSITIONS))
-    assert torch.equal(operation(KEYS[0], POSITIONS[0], 12), found[0])
+    operation = torch.ops.coalesce.words.default
+    found = operation(KEYS, STEPS, call(), 6)
+    expected = vmap(lambda key, step: bits(key, Purpose.DRAW, step, call(), 6))(KEYS, STEPS)
+    assert torch.equal(found, expected)
+    assert torch.equal(operation(KEYS[0], STEPS[0], call(), 6), found[0])

@@ -20,12 +20,13 @@ from torch.func import vmap
 import coalesce
 from cli_for_tests import CommandLine
 from coalesce.configuration import check_trainer, make_experiments
+from coalesce.engine.batches import Batches
 from coalesce.engine.lane import hyperparameters, riding_hyperparameters
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.order import Order
 from coalesce.errors import ConfigError
 from coalesce.experiment import Experiment
 from coalesce.optim.schedules.plateau import Plateau
-from coalesce.random import key_of, shuffled
 from engine_helpers import build_alone, experiment, lanes_of, make_optimizer
 from runner_helpers import Net, ran
 from schedule_oracles import make_plateau
@@ -188,15 +189,15 @@ def train_judged(one: Experiment) -> tuple[dict[str, float], int]:
     # keeps the rate that the warm-up multiplies
     held = torch.optim.SGD([torch.zeros(1)], lr=one.config["optimizer"]["lr"])
     judge = make_plateau(held, schedule)
-    data, key = alone.task.data(), key_of(one.seed)
+    data, order = alone.task.data(), Order(Batches(one.batch_size, "straddle"))
     falls, metrics = 0, {}
     for step in range(one.steps):
         rise = min(step / schedule["warmup"], 1.0) if schedule["warmup"] else 1.0
         rate = held.param_groups[0]["lr"] * (schedule["warmup_start"] + (1 - schedule["warmup_start"]) * rise)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        position = step * one.batch_size + torch.arange(one.batch_size)
-        loss: Any = alone.task.loss(alone.model, data.batch("train", shuffled(key, position, data.sizes["train"])))
+        samples = order.batch(one.seed, step, data.sizes["train"])
+        loss: Any = alone.task.loss(alone.model, data.batch("train", samples))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -21,9 +21,10 @@ from coalesce.engine.batches import Batches
 from coalesce.engine.check import check
 from coalesce.engine.compiling import compilations
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.order import Order
 from coalesce.errors import ConfigError, TaskError
 from coalesce.experiment import Experiment, group
-from coalesce.random import key_of, shuffled
+from coalesce.random import epoch_order
 from engine_helpers import experiment, lanes_of, template_of, train_alone, worst
 from runner_helpers import Net, ran
 
@@ -94,13 +95,13 @@ def test_batches_are_those_of_a_data_loader(remainder: str, batch_size: int, acc
 
 
 def test_every_epoch_is_a_permutation_cut_into_batches() -> None:
-    key, count, size = key_of(5), 29, 8
+    seed, count, size = 5, 29, 8
     for remainder, epoch in (("drop", 3), ("short", 4)):
         batches = Batches(size, remainder)
         for number in range(3):
             steps = range(number * epoch, (number + 1) * epoch)
-            found = [batches.samples(key, torch.tensor(s), count, batches.size_at(s, count)) for s in steps]
-            order = shuffled(key, number * count + torch.arange(count), count)
+            found = [Order(batches).batch(seed, s, count) for s in steps]
+            order = epoch_order(seed, number, count)
             assert torch.equal(torch.cat(found), order[: 24 if remainder == "drop" else 29])
 
 
@@ -108,10 +109,8 @@ def test_every_epoch_is_a_permutation_cut_into_batches() -> None:
 def test_tensors_and_integers_agree(size: int, more: int, step: int, remainder: str) -> None:
     batches, count = Batches(size, remainder), size + more
     lone, many = torch.tensor(step), torch.tensor(count)
-    assert int(batches.start(lone, many)) == batches.start(step, count)
-    key = key_of(1)
-    assert torch.equal(batches.samples(key, lone, many), batches.samples(key, lone, count))
     if remainder == "short":
+        assert int(batches.rest(many)) == batches.rest(count)
         sizes = batches.sizes([count])
         assert [bool(batches.of_size(s, lone, many)) for s in sizes] == [
             s == batches.size_at(step, count) for s in sizes

@@ -26,7 +26,7 @@ from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, sp
 from coalesce.engine.rules import Rules
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
-from coalesce.random import key_of, shuffled
+from coalesce.random import epoch_order, key_of
 from coalesce.task import defines
 
 #: What two ways of the same computation may differ by, in units of the dtype's precision and of the largest entry:
@@ -182,8 +182,8 @@ class Audit:
     ) -> Outcome:
         """Loss and metrics of one step; and with tensors by name, their gradients and the buffers afterwards."""
         key, count = key_of(experiment.seed), self.data.sizes["train"]
-        position = step * experiment.batch_size + torch.arange(min(experiment.batch_size, count))
-        batch = self.data.batch("train", shuffled(key, position, count))
+        # any samples will do, if those of another step are others
+        batch = self.data.batch("train", epoch_order(experiment.seed, step, count)[: experiment.batch_size])
         named = {spell(p): v for p, v in (riding or {}).items()}
         origins = {spell(p): origin for p, origin in self.origins.items()}
         stream = key, torch.tensor(step), named

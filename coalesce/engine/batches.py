@@ -1,4 +1,4 @@
-"""Which samples make the batch of a step, and in which order the host calls the graphs of full and of short batches."""
+"""Which positions a batch of a step has, and in which order the graphs of full and of short batches are called."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-
-from coalesce.engine.keyed import shuffled
 
 #: An int of the host, or an int64 tensor.
 Count: TypeAlias = Any
@@ -33,11 +30,11 @@ class Batches:
         """Steps of an epoch of ``count`` samples, B of them at least; not for "straddle", which knows no epochs."""
         return count // self.size if self.remainder == "drop" else (count + self.size - 1) // self.size
 
-    def start(self, step: Count, count: Count) -> Count:
-        """The position of a batch's first sample in the endless sequence of shuffled epochs (see `shuffled`)."""
+    def start(self, step: int, count: int) -> int:
+        """The position of a batch's first sample in the endless sequence of shuffled epochs (see `epoch_order`)."""
         if self.remainder == "straddle":
             return step * self.size
-        epoch = self.epoch(count)
+        epoch: int = self.epoch(count)
         return step // epoch * count + step % epoch * self.size
 
     def rest(self, count: Count) -> Count:
@@ -55,21 +52,6 @@ class Batches:
         epoch, rest = self.epoch(count), self.rest(count)
         last = step % epoch == epoch - 1
         return (last & (rest == size)) | (~last & (size == self.size))
-
-    def samples(self, key: Tensor, step: Tensor, count: Count, size: int | None = None) -> Tensor:
-        """The samples of a step's batch, for one experiment.
-
-        Args:
-            key: (2,) int64, of its stream.
-            step: 0-d int64.
-            count: N; 0-d int64 where it differs between lanes.
-            size: of the batch; B by default.
-
-        Returns:
-            (size,) int64, each in 0 to N - 1.
-        """
-        position = self.start(step, count) + torch.arange(size or self.size, device=step.device)
-        return shuffled(key, position, count)
 
     def size_at(self, step: int, count: int) -> int:
         """Samples of the batch of a step."""

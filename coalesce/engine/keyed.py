@@ -1,7 +1,7 @@
 """Keyed random numbers as one operation of a trace, until the trace is made.
 
-Philox is a chain of 160 operations, the shuffle one of 300. Recorded one by one, under `vmap` and the gradient, and
-once more where mutations are taken out, they took most of the time in which a small model's step is traced. So a trace
+Philox is a chain of 160 operations. Recorded one by one, under `vmap` and the gradient, and once more where mutations are
+taken out, they took most of the time in which a small model's step is traced. So a trace
 holds one operation of ours for each draw, and `expand` puts the chain in its place, which is traced once per process
 and shape. The graph that comes out is the one that would have been traced.
 """
@@ -76,20 +76,6 @@ _words = _operation(
     # cut out of a whole number of blocks
     fake=lambda key, step, call, count: key.new_empty((*key.shape[:-1], (count + 3) // 4 * 4))[..., :count],
 )
-_shuffled = _operation(
-    "shuffled",
-    "Tensor position, int size",
-    random.shuffled,
-    shared=(),
-    fake=lambda key, position, size: torch.empty_like(position),
-)
-_shuffled_of = _operation(
-    "shuffled_of",
-    "Tensor position, Tensor size",
-    random.shuffled,
-    shared=(),
-    fake=lambda key, position, size: torch.empty_like(position),
-)
 
 
 def bits(key: Tensor, step: Tensor, call: Tensor, count: int) -> Tensor:
@@ -97,13 +83,6 @@ def bits(key: Tensor, step: Tensor, call: Tensor, count: int) -> Tensor:
     if get_proxy_mode() is None:
         return random.bits(key, random.Purpose.DRAW, step, call, count)
     return _words(key, step, call, count)
-
-
-def shuffled(key: Tensor, position: Tensor, size: int | Tensor) -> Tensor:
-    """`random.shuffled`; one operation of the trace that is being made, if one is."""
-    if get_proxy_mode() is None:
-        return random.shuffled(key, position, size)
-    return _shuffled_of(key, position, size) if isinstance(size, Tensor) else _shuffled(key, position, size)
 
 
 def expand(module: fx.GraphModule, trace: Trace) -> None:

@@ -14,6 +14,7 @@ from torch.func import vmap
 from coalesce import kernels
 from coalesce.engine.evaluations import Evaluations
 from coalesce.engine.lane import observed, riding_hyperparameters
+from coalesce.engine.order import Order
 from coalesce.engine.pieces import choose
 from coalesce.engine.step import build_step, part
 from coalesce.engine.summary import Evaluation
@@ -22,7 +23,10 @@ from coalesce.engine.template import Template
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE
-from coalesce.random import key_of
+from coalesce.random import key_of, seed_of
+
+#: Samples of all lanes whose order is worked out at once.
+_AHEAD = 2**18
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,12 @@ class Lanes:
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
         self.state = self._allocate()
         self._steps: dict[int, tuple[Tape, list[Tensor]]] = {}
+        self._order = Order(template.batches)
         # Where each lane stands, as far as the host knows: it must know which graph is due, and may not wait for the
         # device to ask. A lane that broke is thought to go on until the next reading, which costs calls, not results.
         self._at = [(0, 0)] * width
+        # by which it takes its samples: a copied lane goes on with those of whom it was copied from
+        self._seeds = [0] * width
         #: What stands in each lane: the representative, until another is put there.
         self.held: list[Experiment] = [template.experiment] * width
         how = evaluate_batch_size, compile, self.pieces, self.lowerings
@@ -117,8 +124,9 @@ class Lanes:
             if size not in self._steps:
                 with _short_batch(size, self.template.batches.size):
                     how = self.pieces, size, self.lowerings, self.checkpoint
-                    module, constants = build_step(self.template, self.state, data, *how)
-                inputs = [*self.state.values(), *data, *constants]
+                    index = torch.zeros(self.width, size, dtype=torch.int64, device=self.device)
+                    module, constants = build_step(self.template, self.state, [index, *data], *how)
+                inputs = [*self.state.values(), index, *data, *constants]
                 tape = Tape.of_lanes(module, inputs, [*self.state], len(constants), self.compile)
                 self._steps[size] = (tape, inputs)
 
@@ -129,21 +137,41 @@ class Lanes:
             TaskError: at the first call, if the task's code cannot be traced.
         """
         self.prepare_step()
-        for size in self._calls(count):
+        for size, block in self._blocks(count):
             run, inputs = self._steps[size]
-            with torch.no_grad():
-                run(*inputs)
+            block = block.to(self.device, non_blocking=True)
+            for index in block:
+                inputs[len(self.state)] = index
+                with torch.no_grad():
+                    run(*inputs)
 
-    def _calls(self, count: int) -> list[int]:
-        """The sizes of the batches of the next ``count`` steps, in the order in which their graphs are to be called."""
-        ends = [min(step + count, end) for step, end in self._at]
-        before, self._at = self._at, [(end, last) for end, (_, last) in zip(ends, self._at, strict=True)]
+    def _blocks(self, count: int) -> Iterator[tuple[int, Tensor]]:
+        """The samples of the next ``count`` steps, in the order in which their graphs are to be called: the size of the
+        batches, and (calls, K, size)."""
+        batches = self.template.batches
+        lanes = [
+            (seed, step, min(step + count, end), self.template.count(held, "train"))
+            for seed, held, (step, end) in zip(self._seeds, self.held, self._at, strict=True)
+        ]
+        self._at = [(until, end) for (_, _, until, _), (_, end) in zip(lanes, self._at, strict=True)]
         if len(self._steps) == 1:
-            return [self.template.batches.size] * count
-        counts = [self.template.count(held, "train") for held in self.held]
-        lanes = [(step, end, n) for (step, _), end, n in zip(before, ends, counts, strict=True)]
+            ahead = max(1, _AHEAD // (self.width * batches.size))
+            for done in range(0, count, ahead):
+                places = [(s, step + done, n) if step + done < until else None for s, step, until, n in lanes]
+                yield batches.size, self._order.ahead(places, min(ahead, count - done), batches.size)
+            return
         torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
-        return self.template.batches.calls(lanes)
+        at = [step for _, step, _, _ in lanes]
+        for size in batches.calls([lane[1:] for lane in lanes]):
+            moved = [
+                step < until and batches.size_at(step, n) == size
+                for step, (_, _, until, n) in zip(at, lanes, strict=True)
+            ]
+            places = [
+                (s, step, n) if moves else None for step, moves, (s, _, _, n) in zip(at, moved, lanes, strict=True)
+            ]
+            yield size, self._order.ahead(places, 1, size)
+            at = [step + moves for step, moves in zip(at, moved, strict=True)]
 
     def read(self) -> Reading:
         """Where the lanes stand."""
@@ -265,6 +293,7 @@ class Lanes:
         for name, value in state.items():
             self.state[name][lane].copy_(value)
         self._at[lane] = int(state["lane/step"]), int(state["lane/steps" if state["lane/alive"] else "lane/step"])
+        self._seeds[lane] = seed_of(state["lane/key"])
         self.held[lane] = experiment
 
     def _fitting(self, experiment: Experiment, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from coalesce.engine.evaluations import chunks
 from coalesce.engine.lane import hyperparameters, observed, riding_hyperparameters, scheduled
 from coalesce.engine.lanes import Reading
+from coalesce.engine.order import Order
 from coalesce.engine.precision import autocast
 from coalesce.engine.rehearsal import check_outputs, check_scalars, split_loss
 from coalesce.engine.rules import Rules
@@ -42,6 +43,7 @@ class Plain:
         self.evaluate_batch_size = evaluate_batch_size
         self.data = template.own_data(template.experiment).to(self.device)
         self.summaries = Summaries(template)
+        self._order = Order(template.batches)
         self.step, self.alive, self.finite = 0, False, True
         self.kept: dict[str, Tensor] = {}
 
@@ -233,8 +235,8 @@ class Plain:
     def _advance(self) -> None:
         template, config = self.template, self.experiment.config
         count, samples = template.accumulate, self.data.sizes["train"]
-        size = template.batches.size_at(self.step, samples)
-        index = template.batches.samples(self.key, self._count(self.step), samples, size)
+        index = self._order.batch(self.experiment.seed, self.step, samples).to(self.device)
+        size = len(index)
         self.model.train()
         self.model.zero_grad()
         before = {n: b.clone() for n, b in self.model.named_buffers()}

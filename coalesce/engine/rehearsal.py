@@ -18,7 +18,7 @@ from coalesce.engine.rules.lowerings import Seen
 from coalesce.engine.rules.mode import Labels, Notes
 from coalesce.errors import ConfigError, Problem, TaskError
 from coalesce.experiment import Experiment
-from coalesce.random import key_of, shuffled
+from coalesce.random import epoch_order, key_of
 from coalesce.task import Data, Task, defines
 
 #: Samples of a batch when a whole split is rehearsed: of no account for the result.
@@ -86,8 +86,7 @@ def rehearse(task: Task, model: nn.Module, data: Data, experiment: Experiment) -
     name = type(task).__name__
     key, zero = key_of(experiment.seed), torch.zeros((), dtype=torch.int64)
     size = min(experiment.batch_size // experiment.config["optimizer"]["accumulate"], data.sizes["train"])
-    index = shuffled(key, torch.arange(size), data.sizes["train"])
-    batch = data.batch("train", index)
+    batch = data.batch("train", epoch_order(experiment.seed, 0, data.sizes["train"])[:size])
     known = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers(), *_tensors(batch)]}
     saved: dict[int, int] = {}
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}

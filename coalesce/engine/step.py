@@ -45,8 +45,8 @@ def build_step(
     Args:
         template: of the cohort.
         state: every tensor of the lanes, in the order in which the graph takes them.
-        data: the leaves of the training split, (N, …) each, which the graph takes after the state; then the table of
-            the folds, where lanes train on folds.
+        data: the samples of the lanes' batches, (K, size), which the graph takes after the state; the leaves of the
+            training split, (N, …) each; then the table of the folds, where lanes train on folds.
         pieces: names of the modules at which to cut the graph into segments.
         size: samples of the batch, a full one by default. Where several sizes occur, the lanes move whose next batch
             has this one.
@@ -112,7 +112,8 @@ def _gradients(
     size: int,
 ) -> list[Tensor]:
     """Batch, forward and backward of all lanes, and everything of a lane that its updates need."""
-    state, data = dict(zip(names, inputs, strict=False)), inputs[len(names) :]
+    state = dict(zip(names, inputs, strict=False))
+    index, *data = inputs[len(names) :]
     batches = template.batches
     key, step, steps = (state[f"lane/{n}"] for n in ("key", "step", "steps"))
     optimizer = part(state, "optimizer")
@@ -121,7 +122,12 @@ def _gradients(
 
     leaves = len(template.data.leaves("train"))
     data, table = data[:leaves], data[leaves:]
-    index, samples = _samples(template, state, data[0].shape[0], table, size)
+    samples: int | Tensor = data[0].shape[0]
+    if template.folds is not None:
+        # out of how many, (K,), and which ones of the whole split
+        rows, first, counts = table
+        fold = state["lane/fold"]
+        samples, index = counts[fold], rows[first[fold][:, None] + index]
 
     paths = {path: state[f"riding/{i}"] for i, path in enumerate(template.riding)}
     fixed, buffers = part(state, "fixed"), part(state, "buffer")
@@ -181,19 +187,6 @@ def _gradients(
         *(metrics[n] for n in part(state, "train")),
         *(after[n] for n in buffers),
     ]
-
-
-def _samples(
-    template: Template, state: State, count: int, table: Sequence[Tensor], size: int
-) -> tuple[Tensor, int | Tensor]:
-    """The samples of the lanes' batches (K, size), and out of how many: an int, or (K,) where folds may differ."""
-    key, step, batches = state["lane/key"], state["lane/step"], template.batches
-    if template.folds is None:
-        return vmap(lambda k, s: batches.samples(k, s, count, size))(key, step), count
-    rows, first, counts = table
-    fold = state["lane/fold"]
-    index = vmap(lambda k, s, n: batches.samples(k, s, n, size))(key, step, counts[fold])
-    return rows[first[fold][:, None] + index], counts[fold]
 
 
 def _lanes(x: Tensor, like: Tensor) -> Tensor:

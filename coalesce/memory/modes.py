@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from coalesce.configuration import make_experiments, rides
 from coalesce.data import Data
 from coalesce.engine.backprop import BackProp
-from coalesce.engine.batches import Batches
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.single import compile_step
 from coalesce.engine.step import part
@@ -32,7 +31,7 @@ from coalesce.memory.timeline import (
     Recorder,
     update,
 )
-from coalesce.random import key_of
+from coalesce.random import epoch_order
 from coalesce.task import Task
 
 CLASSES = 10
@@ -208,7 +207,7 @@ class Coalesced:
         return {n: t[lane] for n, t in part(self.lanes.state, "trained").items()}
 
     def batch(self, lane: int, step: int) -> Any:
-        order = Batches(self.size.batch, "straddle").samples(key_of(lane), torch.tensor(step), self.size.batch)
+        order = epoch_order(lane, step, self.size.batch)
         return tuple(leaf[order] for leaf in self.data)
 
 

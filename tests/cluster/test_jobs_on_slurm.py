@@ -55,7 +55,7 @@ def command(folder: Folder, name: str, *arguments: str) -> Iterator[subprocess.P
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> str:
     """What a command has said, when it is over."""
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=900)
     assert process.returncode == code, (process.returncode, out, err)
     return out + err
 

@@ -1,0 +1,99 @@
+"""Which samples the next batches of the lanes have: worked out by the host, ahead of the steps.
+
+It is a function of an experiment's seed and its step alone, so that the graph of a step takes it as an input: an order
+that is drawn there, index by index, costs more to compile than the whole model of a small sweep.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from coalesce.engine.batches import Batches
+from coalesce.random import epoch_order
+
+#: An experiment that takes a step next: its seed, that step, and N, its samples. None: nobody does.
+Place: TypeAlias = tuple[int, int, int] | None
+
+#: Bytes of the epochs that are kept, of whichever seeds were asked for last: lanes of one seed share them.
+_KEPT_BYTES = 2**30
+
+
+class Order:
+    """The samples of batches.
+
+    Args:
+        batches: how N samples per epoch become batches.
+    """
+
+    def __init__(self, batches: Batches):
+        self._batches = batches
+        self._epochs: OrderedDict[tuple[int, int, int], Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def batch(self, seed: int, step: int, count: int) -> Tensor:
+        """The samples of the batch of a step.
+
+        Args:
+            seed: of the experiment.
+            count: N.
+
+        Returns:
+            (B,) int64, or fewer where the batch is short, each in 0 to N - 1.
+        """
+        return self._span(seed, self._batches.start(step, count), self._batches.size_at(step, count), count)
+
+    def ahead(self, places: Sequence[Place], steps: int, size: int) -> Tensor:
+        """The samples of the next batches of some lanes.
+
+        Args:
+            places: of each of the K lanes.
+            steps: how many batches, n.
+            size: of each of them.
+
+        Returns:
+            (n, K, size) int64. For a lane of which no batch is due, or of another size, some samples that there are.
+        """
+        block = torch.zeros(steps, len(places), size, dtype=torch.int64)
+        for lane, place in enumerate(places):
+            if place is not None:
+                seed, step, count = place
+                for first, last, start in self._runs(step, steps, count):
+                    span = self._span(seed, start, (last - first) * size, count)
+                    block[first:last, lane] = span.view(last - first, size)
+        return block
+
+    def _runs(self, step: int, steps: int, count: int) -> Iterator[tuple[int, int, int]]:
+        """Batches whose positions follow one another: from which on, to which, and the first position."""
+        if self._batches.remainder == "straddle":
+            yield 0, steps, self._batches.start(step, count)
+            return
+        epoch, first = self._batches.epoch(count), 0
+        while first < steps:
+            last = min(steps, first + epoch - (step + first) % epoch)
+            yield first, last, self._batches.start(step + first, count)
+            first = last
+
+    def _span(self, seed: int, start: int, length: int, count: int) -> Tensor:
+        """Samples at positions of the endless sequence of epochs, from ``start`` on."""
+        parts = []
+        while length > 0:
+            epoch, first = divmod(start, count)
+            parts.append(self._epoch(seed, epoch, count)[first : first + length])
+            start, length = start + len(parts[-1]), length - len(parts[-1])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _epoch(self, seed: int, epoch: int, count: int) -> Tensor:
+        key = seed, epoch, count
+        found = self._epochs.get(key)
+        if found is None:
+            found = self._epochs[key] = epoch_order(seed, epoch, count)
+            self._bytes += found.nbytes
+            while self._bytes > _KEPT_BYTES and len(self._epochs) > 1:
+                self._bytes -= self._epochs.popitem(last=False)[1].nbytes
+        self._epochs.move_to_end(key)
+        return found
