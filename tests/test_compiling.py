@@ -1,4 +1,4 @@
-"""Compiling a graph: what of TorchInductor is mended.
+"""Compiling a graph: what of TorchInductor is mended, and what it keeps.
 
 Oracle: the same function run as it is.
 """
@@ -6,13 +6,18 @@ Oracle: the same function run as it is.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch._inductor.exc import InductorError
+from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from coalesce.engine import compiling
 from coalesce.engine.compiling import _OPTIONS, compile_graph
 
 
@@ -35,3 +40,34 @@ def test_a_state_that_is_written_behind_fused_kernels() -> None:
     run(state, x)
     # float32, sums of 64 terms in another order
     torch.testing.assert_close(state, step(before, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiling, "_compiled", {})
+    with fresh_inductor_cache(dir=str(tmp_path)):
+        yield
+
+
+def test_code_is_kept_on_disk_for_each_number_of_threads(empty_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchInductor's own cache is asked, though no Dynamo is there. Its key must have all that the code depends on."""
+
+    def traced() -> fx.GraphModule:
+        # another object each time, as another process has it
+        return make_fx(lambda x: (torch.softmax(x * 2, -1),))(torch.ones(40, 50))
+
+    x = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    found = []
+    for threads, expected in ((1, "miss"), (2, "miss"), (1, "hit"), (2, "hit")):
+        torch.set_num_threads(threads)
+        # what a new process knows
+        monkeypatch.setattr(compiling, "_compiled", {})
+        counters.clear()
+        (result,) = compile_graph(traced(), [x])(x)
+        found.append(result)
+        said = {name: count for name, count in counters["inductor"].items() if name.startswith("fxgraph_cache_")}
+        assert said == {f"fxgraph_cache_{expected}": 1}
+    torch.testing.assert_close(found[0], torch.softmax(x * 2, -1))
+    # the kept code is the code
+    assert found[2].equal(found[0])
+    assert found[3].equal(found[1])

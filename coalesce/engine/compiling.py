@@ -10,7 +10,10 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
 from torch._inductor.loop_body import LoopBody
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Runner = Callable[..., Sequence[Tensor]]
 
@@ -45,9 +48,15 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         prepare(module)
     key = _signature(module, inputs)
     if key not in _compiled:
-        with torch.no_grad(), _without_loads_that_are_none():
-            # torch._inductor.compile is private by its name and documented; tried on torch 2.13.0
-            _compiled[key] = torch._inductor.compile(module, list(inputs), options=_OPTIONS)
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        examples = [mode.from_tensor(t, static_shapes=True) for t in inputs]
+        with torch.no_grad(), _without_loads_that_are_none(), tracing(TracingContext(mode)):
+            # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
+            # there what it has made, only where shapes might be symbols, as for torch.compile, which says so in a
+            # context. Here none is: nothing is guarded. The number of threads stands in the code, and would be missing
+            # from the cache's key. Tried on torch 2.13.0.
+            options = {**_OPTIONS, "cpp.threads": torch.get_num_threads()}
+            _compiled[key] = torch._inductor.compile(module, examples, options=options)
     return _compiled[key]
 
 
