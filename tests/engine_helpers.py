@@ -191,8 +191,8 @@ def indices_of(experiment: Experiment, count: int) -> Iterator[Tensor]:
                 yield left[:size]
                 left = left[size:]
         else:
-            order = order.tolist()
-            yield from DataLoader(range(count), size, sampler=order, drop_last=experiment.remainder == "drop")  # type: ignore[arg-type]
+            sampler = order.tolist()
+            yield from DataLoader(range(count), size, sampler=sampler, drop_last=experiment.remainder == "drop")  # type: ignore[arg-type]
 
 
 def build_alone(experiment: Experiment) -> Alone:

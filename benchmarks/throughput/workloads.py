@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from coalesce.data import Data
 from coalesce.engine.batches import Batches
+from coalesce.engine.order import Order
 from coalesce.experiment import Experiment
-from coalesce.random import key_of
 
 #: Steps of each experiment, for its schedule: far more than are taken.
 STEPS = 10**6
@@ -79,10 +79,9 @@ def build(experiment: Experiment) -> tuple[Any, nn.Module]:
 
 def batches(experiments: Sequence[Experiment], data: Data, steps: int) -> Tensor:
     """The samples that coalesce trains the first steps on: (steps, K, B) int64."""
-    samples = Batches(experiments[0].batch_size, "straddle").samples
-    count = data.sizes["train"]
-    rows = [[samples(key_of(e.seed), torch.tensor(step), count) for e in experiments] for step in range(steps)]
-    return torch.stack([torch.stack(row) for row in rows])
+    places = [(e.seed, 0, data.sizes["train"]) for e in experiments]
+    size = experiments[0].batch_size
+    return Order(Batches(size, "straddle")).ahead(places, steps, size)
 
 
 def write_given(workload: Workload, steps: int, path: Path) -> None:

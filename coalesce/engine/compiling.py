@@ -49,7 +49,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     key = _signature(module, inputs)
     if key not in _compiled:
         mode = FakeTensorMode(shape_env=ShapeEnv())
-        examples = [mode.from_tensor(t, static_shapes=True) for t in inputs]
+        examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
         with torch.no_grad(), _without_loads_that_are_none(), tracing(TracingContext(mode)):
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
             # there what it has made, only where shapes might be symbols, as for torch.compile, which says so in a
