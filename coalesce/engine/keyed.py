@@ -1,9 +1,9 @@
 """Keyed random numbers as one operation of a trace, until the trace is made.
 
 Philox is a chain of 160 operations. Recorded one by one, under `vmap` and the gradient, and once more where mutations
-are taken out, they took most of the time in which a small model's step is traced. So a trace holds one operation of ours
-for each draw, and `expand` puts the chain in its place, which is traced once per process and shape. The graph that comes
-out is the one that would have been traced.
+are taken out, they took most of the time in which a small model's step is traced. So a trace holds one operation of
+ours for each draw, and `expand` puts the chain in its place, which is traced once per process and shape. The graph that
+comes out is the one that would have been traced.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Tape:
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Tensor], compile: bool, cheap: Iterable[int] = ()):
         holders = [n for n in module.graph.nodes if n.op == "placeholder"]
         lanes = next((t.shape[0] for t in inputs if t.dim()), 1)
-        self.segments = cut(module, {holders[i] for i in cheap}, _LARGE * lanes)
+        self.segments = cut(module, {holders[i] for i in cheap}, lanes)
         examples = dict(zip(holders, inputs, strict=True))
         place = {holder: i for i, holder in enumerate(holders)}
         last_use = {n: i for i, segment in enumerate(self.segments) for n in segment.inputs}
@@ -101,13 +101,16 @@ class Tape:
         return [values[i] for i in self._results]  # type: ignore[misc]
 
 
-def cut(module: fx.GraphModule, cheap: set[fx.Node], large: int) -> list[Segment]:
+def cut(module: fx.GraphModule, cheap: set[fx.Node], lanes: int) -> list[Segment]:
     """Cut a graph at its segment numbers. The graph's own nodes are rewired and copied, and it is used up.
 
     Args:
-        cheap: placeholders that hold keys, steps and rates. A value that follows from these alone (a dropout mask) and
-            has more than ``large`` elements is computed again in each segment that uses it, since it takes less to
+        cheap: placeholders that hold keys, steps and rates. What follows from these alone is computed in a segment of
+            its own, in front of all others, where it is a number for each lane (a rate that is scheduled, a bias
+            correction): within an update the compiler would compute it for every vector of the parameter anew. Where
+            it is large (a dropout mask), it is computed again in each segment that uses it, since it takes less to
             draw it twice than to keep it from the forward pass to the backward pass.
+        lanes: K.
     """
     graph = module.graph
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
@@ -117,6 +120,10 @@ def cut(module: fx.GraphModule, cheap: set[fx.Node], large: int) -> list[Segment
     for node in nodes:
         if all(a in drawn or a in cheap for a in node.all_input_nodes) and node.op == "call_function":
             drawn.add(node)
+    fixed = {n for n in drawn if not n.all_input_nodes}
+    front = min(home.values()) - 1
+    for node in _clock(nodes, drawn - fixed, cheap | fixed, lanes):
+        home[node] = front
 
     def own(node: fx.Node, segment: int, copies: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
         """The node, or its copy in a segment, if it must not come from outside."""
@@ -135,7 +142,7 @@ def cut(module: fx.GraphModule, cheap: set[fx.Node], large: int) -> list[Segment
         home[copy] = segment
         return copy
 
-    again = {n for n in drawn if _elements(n) > large}
+    again = fixed | {n for n in drawn if _elements(n) > _LARGE * lanes}
     copies: dict[int, dict[fx.Node, fx.Node]] = {}
     for node in nodes:
         mine = copies.setdefault(home[node], {})
@@ -150,6 +157,29 @@ def cut(module: fx.GraphModule, cheap: set[fx.Node], large: int) -> list[Segment
         if node in home:
             parts.setdefault(home[node], []).append(node)
     return [_segment(part, home, output) for _, part in sorted(parts.items())]
+
+
+def _clock(nodes: Sequence[fx.Node], drawn: set[fx.Node], known: set[fx.Node], lanes: int) -> set[fx.Node]:
+    """What is a number for each lane, and can be computed before anything else is.
+
+    Args:
+        nodes: of the graph, in their order.
+        drawn: those that follow from what is known.
+        known: the placeholders and the constants that are.
+    """
+    found: set[fx.Node] = set()
+    written: set[fx.Node] = set()
+    for node in nodes:
+        if node.target is torch.ops.aten.copy_.default:
+            # whoever reads it from here on sees another value
+            written.add(node.args[0])  # type: ignore[arg-type]
+        elif (
+            node in drawn
+            and 0 < _elements(node) <= lanes
+            and all((a in found or a in known) and a not in written for a in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
 
 
 def _segment(nodes: Sequence[fx.Node], home: dict[fx.Node, int], output: fx.Node) -> Segment:

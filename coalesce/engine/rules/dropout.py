@@ -20,6 +20,11 @@ from coalesce.engine.rules.mode import Rate, Rules, carried, rule
 __all__ = ["Rate", "carried", "drop"]
 
 
+def never(p: float | Tensor) -> bool:
+    """Whether nothing is dropped, in any lane: then nothing is drawn, which would cost as much as a layer does."""
+    return not isinstance(p, Tensor) and p == 0
+
+
 def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """Zero the entries of x whose draw lies below p and divide the rest by 1 - p.
 
@@ -29,6 +34,8 @@ def drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int]) -> Te
         shape: of the mask; broadcasts against x.
     """
     p = carried(p)
+    if never(p):
+        return rules.pass_by(x)
     draw = rules.uniform(shape, x.dtype)
     if isinstance(p, Tensor):
         # at p = 1 nothing is kept, and 1 / 0 must not make a NaN of it
@@ -49,6 +56,8 @@ def alpha_drop(rules: Rules, x: Tensor, p: float | Tensor, shape: Sequence[int])
     everything is zero, as in ATen.
     """
     p = carried(p)
+    if never(p):
+        return rules.pass_by(x)
     kept = rules.uniform(shape, x.dtype) >= p
     if isinstance(p, Tensor):
         inside = torch.where(p < 1, p, torch.zeros_like(p))
@@ -112,6 +121,8 @@ for _function in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_drop
 
 @rule(torch.native_dropout)
 def native_dropout(rules: Rules, input: Tensor, p: float | Tensor, train: bool) -> tuple[Tensor, Tensor]:
-    kept = rules.uniform(input.shape, input.dtype) >= p if train else torch.ones_like(input, dtype=torch.bool)
+    if never(p) or not train:
+        return (rules.pass_by(input) if train else input), torch.ones_like(input, dtype=torch.bool)
+    kept = rules.uniform(input.shape, input.dtype) >= p
     scale = 1 / (1 - p) if isinstance(p, Tensor) or p < 1 else 0.0
-    return (torch.where(kept, input * scale, 0.0) if train else input), kept
+    return torch.where(kept, input * scale, 0.0), kept

@@ -184,6 +184,11 @@ class Rules(TorchFunctionMode):
         """The lane's next draw: uniform in [0, 1), multiples of 2**-24; see `random.uniform`."""
         return uniform_of(self.bits(math.prod(shape)), shape, dtype)
 
+    def pass_by(self, x: Tensor) -> Tensor:
+        """x, where a draw decides nothing: it is not made, and the ones behind it keep their numbers."""
+        self.calls += 1
+        return x
+
     def _call(self) -> Tensor:
         self.calls += 1
         # as a tensor, so that the graph's code is the same for every call and parts that look alike share it

@@ -126,30 +126,9 @@ def build(
             last = write(graph, holders[name], results[name], last)
     with graph.inserting_after(last):
         graph.output([results[n] for n in shown])
-    _advance(graph, {holders[n] for n in names if n.startswith(("clock/", "optimizer/"))})
     graph.lint()
     module.recompile()
     return module, constants
-
-
-def _advance(graph: fx.Graph, numbers: set[fx.Node]) -> None:
-    """Compute what follows from some single numbers in a segment of its own, in front of all others.
-
-    The compiler would compute it at each use: two powers, Adam's bias corrections, for every few entries of a
-    parameter.
-    """
-    known = set(numbers)
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        single = isinstance(value, Tensor) and value.numel() == 1
-        if node.op == "call_function" and single and node.all_input_nodes and known.issuperset(node.all_input_nodes):
-            known.add(node)
-            node.meta["segment"] = -1
-            if node is first:
-                first = node.next
-            else:
-                first.prepend(node)
 
 
 def _loss(
