@@ -123,7 +123,7 @@ def curve(
     """The same at several numbers of lanes. A plain loop knows no lanes: those of the first number stay."""
     standing = bring_up(workload, [name for name in names if name == "plain"], setup, console)
     others = [name for name in names if name != "plain"]
-    found = []
+    found: list[dict[str, Any]] = []
     try:
         for count in lanes:
             # its best ways alone, once they are known

@@ -41,7 +41,9 @@ class Loop:
     def __init__(self, experiment: Experiment, data: Data, every: int, compiled: bool, optimizer: dict[str, Any]):
         self.task, self.model = build(experiment)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **hyperparameters(experiment), **optimizer)
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+        self.scheduler: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, STEPS
+        )
         plain: Any = self.task.loss
         self.loss: Callable[[nn.Module, Any], Tensor] = torch.compile(plain) if compiled else plain
         self.data, self.leaves, self.size = data, data.leaves("train"), experiment.batch_size
