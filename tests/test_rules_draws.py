@@ -240,3 +240,37 @@ def test_a_seed_that_differs_by_lane() -> None:
     first, second, other = vmap(lane)(KEYS[[0, 0, 1]])
     assert torch.equal(first, second)
     assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        F.dropout,
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.dropout1d,
+        lambda x, p, training: F.dropout(x.clone(), p, training, inplace=True),
+        lambda x, p, training: torch.native_dropout(x, p, training)[0],
+    ],
+)
+def test_a_rate_that_is_zero_draws_nothing(drop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn behind it is what it is where the rate is another one."""
+    x = torch.randn(4, 5, 6, dtype=torch.float64)
+    drawn: list[int] = []
+    bits = Rules.bits
+
+    def counted(self: Rules, count: int) -> Tensor:
+        drawn.append(count)
+        return bits(self, count)
+
+    monkeypatch.setattr(Rules, "bits", counted)
+    found = []
+    for rate in (0.0, 0, 0.3):
+        drawn.clear()
+        with Rules(KEYS[0], STEP, {}):
+            first = drop(x, rate, True)
+            found.append(F.dropout(x, 0.5))
+        assert len(drawn) == (1 if rate == 0 else 2)
+        assert torch.equal(first, x) == (rate == 0)
+    assert found[0].equal(found[2])
+    assert found[1].equal(found[2])

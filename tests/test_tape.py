@@ -18,6 +18,7 @@ import coalesce
 from coalesce.engine.compiling import compilations
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.pieces import choose, matching, piece_of
+from coalesce.engine.step import write
 from coalesce.engine.tape import Segment, Tape
 from coalesce.engine.trace import cut_here, trace
 from engine_helpers import experiment, lanes_of, train_alone, worst
@@ -282,3 +283,35 @@ def test_boundaries_without_a_gradient() -> None:
     lanes.advance(STEPS)
     for lane, one in enumerate(experiments):
         assert worst(lanes, lane, train_alone(one, STEPS).model) <= 1e-12
+
+
+def test_numbers_of_lanes_are_computed_in_front_of_all_else() -> None:
+    """But not what reads a number behind its being written, nor what follows from anything else."""
+
+    def function(step: Tensor, x: Tensor) -> list[Tensor]:
+        rate = 0.1 / (1 + step.double()).sqrt()
+        half = torch.full((2,), 0.5, dtype=torch.float64)
+        x = x * (rate * half)[:, None]
+        cut_here()
+        return [x.sum(1) * rate, step + 1, (step * 3).double(), x]
+
+    inputs = [torch.tensor([3, 8]), torch.randn(2, 200, dtype=torch.float64)]
+    expected = function(*inputs)
+    module = trace(function, inputs)
+    holder = next(n for n in module.graph.nodes if n.op == "placeholder")
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    after = output.args[0][1]
+    write(module.graph, holder, after, after)
+    module.recompile()
+
+    tape = Tape(module, inputs, compile=False, cheap=[0])
+    front, *others = tape.segments
+    assert len(others) == 2
+    assert {n.meta["val"].numel() for n in front.outputs} == {2}
+    assert any(n.target is torch.ops.aten.sqrt.default for n in front.module.graph.nodes)
+    assert not any(n.target is torch.ops.aten.sqrt.default for s in others for n in s.module.graph.nodes)
+    loss, _, thrice, x = tape(*inputs)
+    assert torch.equal(loss, expected[0])
+    assert torch.equal(x, expected[3])
+    assert inputs[0].tolist() == [4, 9]
+    assert thrice.tolist() == [12.0, 27.0]
