@@ -288,7 +288,8 @@ def test_updates_stand_where_their_gradients_are_born() -> None:
     """In the graph, the last layer is updated before the gradient of the first one is computed (law 4)."""
     one = experiment(Tied, {"a": 0.1})
     lanes = lanes_of([one])
-    module, _ = build_step(lanes.template, lanes.state, lanes.data.leaves("train"))
+    samples = torch.zeros(lanes.width, one.batch_size, dtype=torch.int64)
+    module, _ = build_step(lanes.template, lanes.state, [samples, *lanes.data.leaves("train")])
     nodes = list(module.graph.nodes)
     holders = dict(zip(lanes.state, nodes, strict=False))
     writes = [(i, n.args[0]) for i, n in enumerate(nodes) if n.target is torch.ops.aten.copy_.default]

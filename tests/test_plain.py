@@ -200,7 +200,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     """As torch.optim leaves it: no decay, no step."""
     Sparse.used.clear()
     rule = {"name": "sgd", "weight_decay": 0.5}
-    done = ran(Sparse, optimizer=rule, steps=12, seed=4, stack=False, every=1, evaluate_every=1)
+    done = ran(Sparse, optimizer=rule, steps=12, seed=2, stack=False, every=1, evaluate_every=1)
     used = Sparse.used[-12:]
     assert used[0], "the rehearsal's batch is the first: with another seed it would not use the head at all"
     assert not all(used)
