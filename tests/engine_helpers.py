@@ -175,6 +175,10 @@ def train_alone(
     return alone
 
 
+#: Graphs of a step that is not cut: what stands in front of it, and its own.
+GRAPHS = 2
+
+
 def indices_of(experiment: Experiment, count: int) -> Iterator[Tensor]:
     """The samples of an experiment's batches: cut out of one endless row, or from torch's own `DataLoader`.
 

@@ -32,7 +32,7 @@ def test_help_shows_groups_and_examples(cli: CommandLine) -> None:
     shown = cli("--help")
     assert shown.code == 0
     assert f"optimizer: {', '.join(sorted(OPTIMIZERS))}" in " ".join(shown.out.split())
-    assert "sweep: lr_grid" in shown.out
+    assert "sweep: charlm, lr_grid, mnist1d_paper" in shown.out
     assert "python -m coalesce sweep=lr_grid" in shown.out
     # Hydra substitutes $NAMES in the template; none may be left, nor an interpolation that it does not know
     assert "$APP" not in shown.out

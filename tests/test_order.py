@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chi_square import deviation
-from coalesce.engine import order
 from coalesce.engine.batches import Batches
 from coalesce.engine.order import Order
 from coalesce.random import epoch_order
@@ -115,16 +114,16 @@ def test_many_ahead_are_what_one_at_a_time_gives(
             assert found[step, lane, : len(alone)].equal(alone)
 
 
-def test_what_is_forgotten_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_passed_is_forgotten() -> None:
+    """Of each seed the epochs that the last call has used; what is forgotten is made again."""
     batches = Batches(4, "straddle")
-    kept = Order(batches)
-    expected = [kept.batch(seed, step, 10) for step in range(20) for seed in range(5)]
-    assert len(kept._epochs) == 5 * 8
-    monkeypatch.setattr(order, "_KEPT_BYTES", 10 * 8 * 3)
-    few = Order(batches)
-    for one, other in zip(
-        expected, [few.batch(seed, step, 10) for step in range(20) for seed in range(5)], strict=True
-    ):
-        assert one.equal(other)
-    assert len(few._epochs) == 3
-    assert few._bytes == 10 * 8 * 3
+    order = Order(batches)
+    for step in (0, 1, 7, 2):
+        block = order.ahead([(0, step, 10), (0, step, 10), (1, step, 10)], 3, 4)
+        # three batches of four begin at position 4 step
+        epochs = range(4 * step // 10, (4 * step + 11) // 10 + 1)
+        assert order.bytes == 2 * len(epochs) * 10 * 8
+        for lane, seed in enumerate((0, 0, 1)):
+            assert block[:, lane].equal(torch.stack([Order(batches).batch(seed, step + n, 10) for n in range(3)]))
+    order.forget()
+    assert order.bytes == 0

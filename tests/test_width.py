@@ -174,11 +174,11 @@ def test_where_memory_is_plenty_nothing_is_measured(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_width_that_was_asked_for_is_obeyed(caplog: pytest.LogCaptureFixture) -> None:
-    (cohort,) = plan_of(width=8, memory_gib=1e-3).cohorts
+    (cohort,) = plan_of(width=8, memory_gib=5e-4).cohorts
     assert cohort.width == 8
     (record,) = caplog.records
     assert "trainer.width=8 takes about" in record.getMessage()
-    assert "0.001 GiB may be taken" in record.getMessage()
+    assert "0.0005 GiB may be taken" in record.getMessage()
     caplog.clear()
     plan_of(width=8)
     assert not caplog.records
@@ -214,7 +214,7 @@ def test_lanes_that_cannot_be_measured_are_estimated(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(Lanes, "advance", full)
-    cap = 1e-3
+    cap = 5e-4
     plan = plan_of(memory_gib=cap)
     (cohort,) = plan.cohorts
     found = estimate(cohort.template, plan.trainer)
@@ -243,7 +243,7 @@ def test_lanes_that_are_there_at_once_share() -> None:
 
 def test_a_sweep_in_pieces_is_the_same_sweep() -> None:
     options: dict[str, Any] = {"arguments": {"hidden": 256, "splits": "train val test"}, "steps": 10}
-    small, plenty = plan_of(memory_gib=2e-3, **options), plan_of(**options)
+    small, plenty = plan_of(memory_gib=1.15e-3, **options), plan_of(**options)
     told, whole = Recorder(), Recorder()
     results = run(small, [told])
     expected = run(plenty, [whole])

@@ -92,7 +92,7 @@ class Lanes:
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
         self.state = self._allocate()
         self._steps: dict[int, tuple[Tape, list[Tensor]]] = {}
-        self._order = Order(template.batches)
+        self.order = Order(template.batches)
         # Where each lane stands, as far as the host knows: it must know which graph is due, and may not wait for the
         # device to ask. A lane that broke is thought to go on until the next reading, which costs calls, not results.
         self._at = [(0, 0)] * width
@@ -126,9 +126,10 @@ class Lanes:
                     how = self.pieces, size, self.lowerings, self.checkpoint
                     index = torch.zeros(self.width, size, dtype=torch.int64, device=self.device)
                     module, constants = build_step(self.template, self.state, [index, *data], *how)
-                inputs = [*self.state.values(), index, *data, *constants]
+                shared = [*data, *constants]
+                inputs = [*self.state.values(), index, *shared]
                 tape = Tape.of_lanes(module, inputs, [*self.state], len(constants), self.compile)
-                self._steps[size] = (tape, inputs)
+                self._steps[size] = (tape, shared)
 
     def advance(self, count: int) -> None:
         """Take ``count`` steps in every lane that is filled, sound and not at its end.
@@ -138,12 +139,10 @@ class Lanes:
         """
         self.prepare_step()
         for size, block in self._blocks(count):
-            run, inputs = self._steps[size]
-            block = block.to(self.device, non_blocking=True)
-            for index in block:
-                inputs[len(self.state)] = index
-                with torch.no_grad():
-                    run(*inputs)
+            run, shared = self._steps[size]
+            with torch.no_grad():
+                for index in block.to(self.device, non_blocking=True):
+                    run(*self.state.values(), index, *shared)
 
     def _blocks(self, count: int) -> Iterator[tuple[int, Tensor]]:
         """The samples of the next ``count`` steps, in the order in which their graphs are to be called: the size of the
@@ -158,7 +157,7 @@ class Lanes:
             ahead = max(1, _AHEAD // (self.width * batches.size))
             for done in range(0, count, ahead):
                 places = [(s, step + done, n) if step + done < until else None for s, step, until, n in lanes]
-                yield batches.size, self._order.ahead(places, min(ahead, count - done), batches.size)
+                yield batches.size, self.order.ahead(places, min(ahead, count - done), batches.size)
             return
         torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
         at = [step for _, step, _, _ in lanes]
@@ -170,7 +169,7 @@ class Lanes:
             places = [
                 (s, step, n) if moves else None for step, moves, (s, _, _, n) in zip(at, moved, lanes, strict=True)
             ]
-            yield size, self._order.ahead(places, 1, size)
+            yield size, self.order.ahead(places, 1, size)
             at = [step + moves for step, moves in zip(at, moved, strict=True)]
 
     def read(self) -> Reading:

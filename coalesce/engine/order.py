@@ -6,7 +6,6 @@ that is drawn there, index by index, costs more to compile than the whole model 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -19,9 +18,6 @@ from coalesce.random import epoch_order
 #: An experiment that takes a step next: its seed, that step, and N, its samples. None: nobody does.
 Place: TypeAlias = tuple[int, int, int] | None
 
-#: Bytes of the epochs that are kept, of whichever seeds were asked for last: lanes of one seed share them.
-_KEPT_BYTES = 2**30
-
 
 class Order:
     """The samples of batches.
@@ -32,8 +28,18 @@ class Order:
 
     def __init__(self, batches: Batches):
         self._batches = batches
-        self._epochs: OrderedDict[tuple[int, int, int], Tensor] = OrderedDict()
-        self._bytes = 0
+        # those that the last call has used: lanes of one seed share them
+        self._epochs: dict[tuple[int, int, int], Tensor] = {}
+        self._before: dict[tuple[int, int, int], Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the orders that are kept from one call to the next: 8 bytes for each sample and seed."""
+        return sum(order.nbytes for order in self._epochs.values())
+
+    def forget(self) -> None:
+        """Keep none; they can be made again."""
+        self._epochs = {}
 
     def batch(self, seed: int, step: int, count: int) -> Tensor:
         """The samples of the batch of a step.
@@ -45,7 +51,10 @@ class Order:
         Returns:
             (B,) int64, or fewer where the batch is short, each in 0 to N - 1.
         """
-        return self._span(seed, self._batches.start(step, count), self._batches.size_at(step, count), count)
+        self._begin()
+        found = self._span(seed, self._batches.start(step, count), self._batches.size_at(step, count), count)
+        self._before = {}
+        return found
 
     def ahead(self, places: Sequence[Place], steps: int, size: int) -> Tensor:
         """The samples of the next batches of some lanes.
@@ -58,6 +67,7 @@ class Order:
         Returns:
             (n, K, size) int64. For a lane of which no batch is due, or of another size, some samples that there are.
         """
+        self._begin()
         block = torch.zeros(steps, len(places), size, dtype=torch.int64)
         for lane, place in enumerate(places):
             if place is not None:
@@ -65,6 +75,7 @@ class Order:
                 for first, last, start in self._runs(step, steps, count):
                     span = self._span(seed, start, (last - first) * size, count)
                     block[first:last, lane] = span.view(last - first, size)
+        self._before = {}
         return block
 
     def _runs(self, step: int, steps: int, count: int) -> Iterator[tuple[int, int, int]]:
@@ -87,13 +98,12 @@ class Order:
             start, length = start + len(parts[-1]), length - len(parts[-1])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _begin(self) -> None:
+        self._before, self._epochs = self._epochs, {}
+
     def _epoch(self, seed: int, epoch: int, count: int) -> Tensor:
         key = seed, epoch, count
-        found = self._epochs.get(key)
-        if found is None:
-            found = self._epochs[key] = epoch_order(seed, epoch, count)
-            self._bytes += found.nbytes
-            while self._bytes > _KEPT_BYTES and len(self._epochs) > 1:
-                self._bytes -= self._epochs.popitem(last=False)[1].nbytes
-        self._epochs.move_to_end(key)
-        return found
+        if key not in self._epochs:
+            found = self._before.get(key)
+            self._epochs[key] = epoch_order(*key) if found is None else found
+        return self._epochs[key]

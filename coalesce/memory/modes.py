@@ -197,6 +197,8 @@ class Coalesced:
 
     def step(self) -> None:
         self.lanes.advance(1)
+        # what a step allocates it frees, or the recorder would have to know of it
+        self.lanes.order.forget()
 
     def record(self, recorder: Recorder) -> None:
         # whether the loss was finite is known from the forward pass alone

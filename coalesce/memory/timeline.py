@@ -254,10 +254,11 @@ def _timeline(
         now[category] += size
     seen = {a.time_us: a.total_bytes for a in allocations}
     before = allocations[0].total_bytes - allocations[0].bytes if allocations else 0
-    for time, category, size in [(start, PARAMETER, 0), *changes]:
+    for number, (time, category, size) in enumerate([(start, PARAMETER, 0), *changes]):
         now[category] += size
         timeline.time_ms.append((time - start) / 1000)
-        timeline.seen_bytes.append(seen.get(time, before) - before)
+        # the first block may come at the very beginning
+        timeline.seen_bytes.append(seen.get(time, before) - before if number else 0)
         for name, value in now.items():
             timeline.bytes[name].append(value)
     return timeline
