@@ -42,7 +42,7 @@ def test_200_experiments_through_16_lanes() -> None:
     run(plan, [first])
     # a step, and an evaluation of 20 and one of 12 samples
     assert [what for _, what in first.compiled] == ["step", "evaluation on val", "evaluation on test"]
-    assert compilations() - before == 3
+    assert compilations() - before == 4
 
     order = draw.sample(range(200), 200)
     shuffled = Recorder()

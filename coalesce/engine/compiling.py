@@ -17,11 +17,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Runner = Callable[..., Sequence[Tensor]]
 
-# The keyed draws are chains of some hundred integer operations whose values are used two or three times. The compiler
-# expands a value at each of its uses until the expression has this many operations, 30 by default, so that the time to
-# compile them grows like a power; with too few, values are written to memory and the step is slow. Both by
+# The compiler expands a value at each of its uses until the expression has this many operations or reads, and then
+# writes it to memory. Draws are chains of some hundred integer operations whose values are used two or three times, so
+# that the time to compile them grows like a power of the first number; with too few the step is slow. Both by
 # `python -m benchmarks.step --realize 4 12 20 30`.
 _OPTIONS = {"realize_opcount_threshold": 20}
+# Where nothing is drawn: a parameter's new value, which is looked at and kept, is no larger than this, and would stand in
+# memory beside the gradient (`python -m benchmarks.memory`: 0.24 in place of 0.15).
+_UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 40}
 
 #: What is done to a graph before it is compiled: operators that loop are told to run compiled code themselves.
 PREPARE: list[Callable[[fx.GraphModule], None]] = []
@@ -55,7 +58,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
             # there what it has made, only where shapes might be symbols, as for torch.compile, which says so in a
             # context. Here none is: nothing is guarded. The number of threads stands in the code, and would be missing
             # from the cache's key. Tried on torch 2.13.0.
-            options = {**_OPTIONS, "cpp.threads": torch.get_num_threads()}
+            drawn = any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in module.graph.nodes)
+            options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
             _compiled[key] = torch._inductor.compile(module, examples, options=options)
     return _compiled[key]
 
