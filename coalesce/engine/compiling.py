@@ -22,8 +22,8 @@ Runner = Callable[..., Sequence[Tensor]]
 # that the time to compile them grows like a power of the first number; with too few the step is slow. Both by
 # `python -m benchmarks.step --realize 4 12 20 30`.
 _OPTIONS = {"realize_opcount_threshold": 20}
-# Where nothing is drawn: a parameter's new value, which is looked at and kept, is no larger than this, and would stand in
-# memory beside the gradient (`python -m benchmarks.memory`: 0.24 in place of 0.15).
+# Where nothing is drawn: a parameter's new value, which is looked at and kept, is no larger than this, and would stand
+# in memory beside the gradient (`python -m benchmarks.memory --widths 1 --size 1024`: 0.24 in place of 0.15).
 _UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 40}
 
 #: What is done to a graph before it is compiled: operators that loop are told to run compiled code themselves.
