@@ -43,6 +43,22 @@ def test_a_sound_graph_passes_and_the_lanes_are_left_alone(optimizer: str, width
     lanes.clear(width - 1)
 
 
+def test_whoever_trains_goes_on_after_a_check() -> None:
+    """With its own samples and draws, in lanes that the check has borrowed."""
+    lanes = usual_lanes("sgd", 2)
+    for lane, one in enumerate(three(optimizer="sgd")[:2]):
+        lanes.fill(lane, replace(one, config={**one.config, "seed": 7 + lane}))
+    lanes.advance(3)
+    kept = lanes.save([0, 1])
+    lanes.advance(4)
+    expected = {name: tensor.clone() for name, tensor in lanes.state.items()}
+    for lane in range(2):
+        lanes.put(lane, lanes.held[lane], kept[lane])
+    check(lanes, ["val"])
+    lanes.advance(4)
+    assert_same(expected, lanes.state)
+
+
 @pytest.mark.parametrize(
     ("dtype", "optimizer"),
     kept(itertools.product(["float64", "bfloat16"], OPTIMIZERS), of=[("float64", "sgd"), ("bfloat16", "adamw")]),

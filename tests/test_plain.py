@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import coalesce
+from coalesce.engine.plain import Plain
 from coalesce.runner.listener import Progress
 from coalesce.runner.run import run
+from engine_helpers import Toy, lanes_of
+from engine_helpers import experiment as made
 from runner_helpers import Net, Ran, Recorder, ToyW, planned, ran
 
 ROOT = Path(coalesce.__file__).parent.parent
@@ -176,6 +179,23 @@ def test_an_error_in_training_is_the_users_own(monkeypatch: pytest.MonkeyPatch) 
     assert recorder.errors == [caught.value]
     assert len(recorder.progress) == 1
     assert recorder.compiled == []
+
+
+def test_a_copy_goes_on_as_it_does_in_a_lane() -> None:
+    """With the samples and the draws of whom it was copied from, and a rate of its own."""
+    given = {"dtype": "float64", "dropout": 0.3}
+    rates = ((0.1, 0), (0.02, 5))
+    one, other = (made(Toy, given, {"name": "sgd", "lr": rate}, steps=20, seed=seed) for rate, seed in rates)
+    lanes = lanes_of([one, other])
+    plain = Plain(lanes.template)
+    plain.fill(0, one)
+    for each, lane in ((lanes, 1), (plain, 0)):
+        each.advance(5)
+        (saved,) = each.save([0])
+        each.go_on(lane, other, saved)
+        each.advance(5)
+    for name, value in plain.state_dict(0).items():
+        torch.testing.assert_close(lanes.state_dict(1)[name], value, rtol=1e-12, atol=1e-12)
 
 
 class Sparse(Net):

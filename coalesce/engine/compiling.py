@@ -56,8 +56,8 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         with torch.no_grad(), _without_loads_that_are_none(), tracing(TracingContext(mode)):
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
             # there what it has made, only where shapes might be symbols, as for torch.compile, which says so in a
-            # context. Here none is: nothing is guarded. The number of threads stands in the code, and would be missing
-            # from the cache's key. Tried on torch 2.13.0.
+            # context. Here none is: nothing is guarded. The number of threads stands in the code; as an option it stands
+            # in the cache's key too, in every version. Tried on torch 2.13.0.
             drawn = any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in module.graph.nodes)
             options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
             _compiled[key] = torch._inductor.compile(module, examples, options=options)

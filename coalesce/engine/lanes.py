@@ -25,9 +25,6 @@ from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE
 from coalesce.random import key_of, seed_of
 
-#: Samples of all lanes whose order is worked out at once.
-_AHEAD = 2**18
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -138,39 +135,18 @@ class Lanes:
             TaskError: at the first call, if the task's code cannot be traced.
         """
         self.prepare_step()
-        for size, block in self._blocks(count):
-            run, shared = self._steps[size]
-            with torch.no_grad():
-                for index in block.to(self.device, non_blocking=True):
-                    run(*self.state.values(), index, *shared)
-
-    def _blocks(self, count: int) -> Iterator[tuple[int, Tensor]]:
-        """The samples of the next ``count`` steps, in the order in which their graphs are to be called: the size of the
-        batches, and (calls, K, size)."""
-        batches = self.template.batches
         lanes = [
             (seed, step, min(step + count, end), self.template.count(held, "train"))
             for seed, held, (step, end) in zip(self._seeds, self.held, self._at, strict=True)
         ]
         self._at = [(until, end) for (_, _, until, _), (_, end) in zip(lanes, self._at, strict=True)]
-        if len(self._steps) == 1:
-            ahead = max(1, _AHEAD // (self.width * batches.size))
-            for done in range(0, count, ahead):
-                places = [(s, step + done, n) if step + done < until else None for s, step, until, n in lanes]
-                yield batches.size, self.order.ahead(places, min(ahead, count - done), batches.size)
-            return
-        torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
-        at = [step for _, step, _, _ in lanes]
-        for size in batches.calls([lane[1:] for lane in lanes]):
-            moved = [
-                step < until and batches.size_at(step, n) == size
-                for step, (_, _, until, n) in zip(at, lanes, strict=True)
-            ]
-            places = [
-                (s, step, n) if moves else None for step, moves, (s, _, _, n) in zip(at, moved, lanes, strict=True)
-            ]
-            yield size, self.order.ahead(places, 1, size)
-            at = [step + moves for step, moves in zip(at, moved, strict=True)]
+        if "lane/until" in self.state:
+            torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
+        for size, samples in self.order.calls(lanes, count):
+            run, shared = self._steps[size]
+            with torch.no_grad():
+                for index in samples.to(self.device, non_blocking=True):
+                    run(*self.state.values(), index, *shared)
 
     def read(self) -> Reading:
         """Where the lanes stand."""
@@ -181,7 +157,8 @@ class Lanes:
         return reading
 
     def sync(self) -> None:
-        """Look where the lanes stand, after their state was written from outside; `read` does so too."""
+        """Look where the lanes stand and whose samples they take, after their state was written from outside."""
+        self._seeds = [seed_of(key) for key in self.state["lane/key"].cpu()]
         self._stand(Reading(self.state["lane/step"].tolist(), self.state["lane/alive"].tolist(), {}))
 
     def _stand(self, reading: Reading) -> None:

@@ -18,6 +18,9 @@ from coalesce.random import epoch_order
 #: An experiment that takes a step next: its seed, that step, and N, its samples. None: nobody does.
 Place: TypeAlias = tuple[int, int, int] | None
 
+#: Samples of all lanes whose order is worked out at once.
+_AHEAD = 2**18
+
 
 class Order:
     """The samples of batches.
@@ -55,6 +58,31 @@ class Order:
         found = self._span(seed, self._batches.start(step, count), self._batches.size_at(step, count), count)
         self._before = {}
         return found
+
+    def calls(self, lanes: Sequence[tuple[int, int, int, int]], count: int) -> Iterator[tuple[int, Tensor]]:
+        """The samples of the next steps, in the order in which the graphs are to be called, see `Batches.calls`.
+
+        Args:
+            lanes: (seed, step, step to reach, N) of each of the K lanes.
+            count: the most steps that a lane takes.
+
+        Yields:
+            The size of some batches, and their samples, (calls, K, size) int64.
+        """
+        size = self._batches.size
+        if self._batches.sizes(n for _, _, _, n in lanes) == (size,):
+            ahead = max(1, _AHEAD // (len(lanes) * size))
+            for done in range(0, count, ahead):
+                places = [(seed, step + done, n) if step + done < until else None for seed, step, until, n in lanes]
+                yield size, self.ahead(places, min(ahead, count - done), size)
+            return
+        at = [step for _, step, _, _ in lanes]
+        for size in self._batches.calls([lane[1:] for lane in lanes]):
+            pairs = list(zip(at, lanes, strict=True))
+            moves = [step < until and self._batches.size_at(step, n) == size for step, (_, _, until, n) in pairs]
+            places = [(seed, step, n) if m else None for m, (step, (seed, _, _, n)) in zip(moves, pairs, strict=True)]
+            yield size, self.ahead(places, 1, size)
+            at = [step + m for step, m in zip(at, moves, strict=True)]
 
     def ahead(self, places: Sequence[Place], steps: int, size: int) -> Tensor:
         """The samples of the next batches of some lanes.

@@ -23,7 +23,7 @@ from coalesce.engine.summary import Evaluation, Part, Summaries
 from coalesce.engine.template import Template, build
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE, apply
-from coalesce.random import key_of
+from coalesce.random import key_of, seed_of
 
 
 class Plain:
@@ -182,7 +182,9 @@ class Plain:
     def save(self, lanes: Sequence[int]) -> list[dict[str, Tensor]]:
         """All of the experiment's state, on the CPU, for `put`."""
         state = self.state() | {f"verdict/{n}": t for n, t in self.verdict.items()}
-        state |= {"lane/finite": torch.tensor(self.finite)} | {f"best/{n}": t for n, t in self.kept.items()}
+        # whose samples and draws they are: a copy goes on with those of whom it was copied from
+        state |= {"lane/key": self.key, "lane/finite": torch.tensor(self.finite)}
+        state |= {f"best/{n}": t for n, t in self.kept.items()}
         return [{n: t.cpu() for n, t in state.items()} for _ in lanes]
 
     def put(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
@@ -195,7 +197,7 @@ class Plain:
         self.kept = {n.removeprefix("best/"): t for n, t in saved.items() if n.startswith("best/")}
         self.verdict = {n: saved[f"verdict/{n}"] for n in self.verdict}
         self.metrics = {n: float(saved[f"train/{n}"]) for n in self.metrics}
-        self.finite = bool(saved["lane/finite"])
+        self.finite, self.key = bool(saved["lane/finite"]), saved["lane/key"].to(self.device)
 
     def go_on(self, lane: int, experiment: Experiment, saved: Mapping[str, Tensor]) -> None:
         """As `Lanes.go_on`."""
@@ -235,7 +237,7 @@ class Plain:
     def _advance(self) -> None:
         template, config = self.template, self.experiment.config
         count, samples = template.accumulate, self.data.sizes["train"]
-        index = self._order.batch(self.experiment.seed, self.step, samples).to(self.device)
+        index = self._order.batch(seed_of(self.key), self.step, samples).to(self.device)
         size = len(index)
         self.model.train()
         self.model.zero_grad()
