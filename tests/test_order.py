@@ -7,6 +7,7 @@ statistics of what a fair shuffle does, of fixed seeds, so that they cannot fail
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chi_square import deviation
+from coalesce.engine import order
 from coalesce.engine.batches import Batches
 from coalesce.engine.order import Order
 from coalesce.random import epoch_order
@@ -114,16 +116,40 @@ def test_many_ahead_are_what_one_at_a_time_gives(
             assert found[step, lane, : len(alone)].equal(alone)
 
 
+@given(
+    st.integers(1, 9),
+    REMAINDERS,
+    st.lists(st.tuples(*[st.integers(0, 30)] * 2, st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=4),
+    st.integers(1, 40),
+)
+def test_each_lane_gets_its_own_batches_in_turn(
+    size: int, remainder: str, drawn: list[tuple[int, int, int, int]], ahead: int
+) -> None:
+    """However few steps are worked out at once."""
+    batches = Batches(size, remainder)
+    lanes = [(seed, step, step + more, size + rest) for seed, step, more, rest in drawn]
+    count = max(until - step for _, step, until, _ in lanes)
+    at = [step for _, step, _, _ in lanes]
+    with patch.object(order, "_AHEAD", ahead):
+        for called, block in Order(batches).calls(lanes, count):
+            for samples in block:
+                for lane, (seed, _, until, n) in enumerate(lanes):
+                    if at[lane] < until and batches.size_at(at[lane], n) == called:
+                        assert samples[lane].equal(Order(batches).batch(seed, at[lane], n))
+                        at[lane] += 1
+    assert at == [until for _, _, until, _ in lanes]
+
+
 def test_what_is_passed_is_forgotten() -> None:
     """Of each seed the epochs that the last call has used; what is forgotten is made again."""
     batches = Batches(4, "straddle")
-    order = Order(batches)
+    kept = Order(batches)
     for step in (0, 1, 7, 2):
-        block = order.ahead([(0, step, 10), (0, step, 10), (1, step, 10)], 3, 4)
+        block = kept.ahead([(0, step, 10), (0, step, 10), (1, step, 10)], 3, 4)
         # three batches of four begin at position 4 step
         epochs = range(4 * step // 10, (4 * step + 11) // 10 + 1)
-        assert order.bytes == 2 * len(epochs) * 10 * 8
+        assert kept.bytes == 2 * len(epochs) * 10 * 8
         for lane, seed in enumerate((0, 0, 1)):
             assert block[:, lane].equal(torch.stack([Order(batches).batch(seed, step + n, 10) for n in range(3)]))
-    order.forget()
-    assert order.bytes == 0
+    kept.forget()
+    assert kept.bytes == 0

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
-from torch._guards import TracingContext, tracing
 from torch._inductor.loop_body import LoopBody
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -53,11 +52,11 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     if key not in _compiled:
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
-        with torch.no_grad(), _without_loads_that_are_none(), tracing(TracingContext(mode)):
+        with torch.no_grad(), _without_loads_that_are_none():
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
-            # there what it has made, only where shapes might be symbols, as for torch.compile, which says so in a
-            # context. Here none is: nothing is guarded. The number of threads stands in the code; as an option it stands
-            # in the cache's key too, in every version. Tried on torch 2.13.0.
+            # there what it has made, only where shapes might be symbols, as for torch.compile: so the examples are fake
+            # tensors of a mode that has them. Here none is one, and nothing is guarded. The number of threads stands in
+            # the code; as an option it stands in the cache's key too, in every version. Tried on torch 2.13.0.
             drawn = any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in module.graph.nodes)
             options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
             _compiled[key] = torch._inductor.compile(module, examples, options=options)
