@@ -16,12 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.launch.watch import standing_of
 from coalesce.report import text
 from coalesce.report.fitting import header, print_fitting
 from coalesce.report.groups import plain
 from coalesce.report.summary import NAMED, print_best, print_broken
 from coalesce.report.watching import watch_run
 from coalesce.store.files import write_csv, write_parquet
+from coalesce.store.jobs import OVER, read_records
 from coalesce.store.merge import Run, find_runs, labels, merged, read_run
 
 #: Exit codes.
@@ -102,7 +104,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             valid = ", ".join(names)
             raise ConfigError([Problem("--monitor", monitor, "no such metric", valid, nearest(monitor, names))])
     for run, label in zip(runs, labels(runs), strict=True):
-        text.say(console, _state(run, label if len(runs) > 1 else str(run.paths.folder)), wrap=False)
+        text.say(console, _state(run, label if len(runs) > 1 else str(run.paths.folder), options.watch), wrap=False)
     _say_what_differs(runs, monitor, mode, options, console)
     if frame.empty:
         text.say(console, "No experiment has ended so far.")
@@ -122,8 +124,12 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     return DONE
 
 
-def _state(run: Run, label: str) -> str:
-    """A run in one line: how many of its experiments have ended, how, and whether it is over."""
+def _state(run: Run, label: str, watched: bool) -> str:
+    """A run in one line: how many of its experiments have ended, how, and whether it is over.
+
+    Args:
+        watched: until its jobs were gone.
+    """
     counts = run.frame["status"].value_counts().to_dict()
     how = ", ".join(f"{count} {status}" for status, count in counts.items())
     line = f"{label}: {len(run.frame)} of {text.count(run.planned, 'experiment')} ended" + (f" ({how})" if how else "")
@@ -132,6 +138,11 @@ def _state(run: Run, label: str) -> str:
         return f"{line}; it is being written by {writer}"
     if len(run.frame) == run.planned:
         return line
+    standings = [standing_of(run.paths, job) for job in read_records(run.paths)]
+    at_work = sum(standing is None or standing.state not in OVER for standing in standings)
+    if at_work and not watched:
+        jobs = f"{text.count(at_work, 'job')} may be waiting or at work"
+        return f"{line}; {jobs}. To watch: python -m coalesce.results {run.paths.folder} --watch"
     return f"{line}; it broke off. To go on: python -m coalesce resume={run.paths.folder}"
 
 

@@ -23,6 +23,7 @@ import pytest
 import coalesce
 from coalesce import results
 from coalesce.experiment import Experiment
+from coalesce.store.jobs import JobRecord, Standing, write_record, write_standing
 from coalesce.store.merge import find_runs, merged, read_run
 from coalesce.store.paths import RunPaths
 from coalesce.store.writer import RunWriter
@@ -178,6 +179,15 @@ def test_runs_that_are_not_over(tmp_path: Path, capsys: pytest.CaptureFixture[st
     writing.closed(KeyboardInterrupt())
     assert "1 of 3 experiments ended (1 finished); it broke off" in (said := show(capsys, tmp_path))
     assert f"To go on: python -m coalesce resume={tmp_path}" in said
+    # jobs need no process that writes here
+    RunPaths(tmp_path).jobs_folder.mkdir()
+    for number in range(2):
+        write_record(RunPaths(tmp_path), JobRecord(number, "slurm", f"7_{number}", 0, (), 1, 10, 0.0))
+    write_standing(RunPaths(tmp_path, 0), Standing("ended", "7_0", "node", "cpu", "", 0.0, 0.0))
+    said = show(capsys, tmp_path)
+    assert f"; 1 job may be waiting or at work. To watch: python -m coalesce.results {tmp_path} --watch" in said
+    write_standing(RunPaths(tmp_path, 1), Standing("interrupted", "7_1", "node", "cpu", "", 0.0, 0.0))
+    assert "it broke off" in show(capsys, tmp_path)
     # a process that was killed leaves its name
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 import coalesce
+from coalesce.tasks.classification import Classification
 
 
-class Digits(coalesce.Task):
+class Digits(Classification):
     """1,797 images of 8 x 8 pixels, 10 classes: 1,297 to train on, 250 for validation, 250 for the test.
 
     The images are shuffled before they are split, always in the same way: those of one writer stand together.
@@ -27,10 +27,10 @@ class Digits(coalesce.Task):
     """
 
     def __init__(self, hidden: int = 64, layers: int = 2, dropout: float = 0.1, label_smoothing: float = 0.0):
+        super().__init__(label_smoothing)
         self.hidden = hidden
         self.layers = layers
         self.dropout = dropout
-        self.label_smoothing = label_smoothing
 
     def data(self) -> coalesce.Data:
         return coalesce.Data(**split_digits(), classes=10)
@@ -39,15 +39,6 @@ class Digits(coalesce.Task):
         sizes = [64] + [self.hidden] * self.layers
         blocks = [nn.Sequential(nn.Linear(a, b), nn.ReLU(), nn.Dropout(self.dropout)) for a, b in pairwise(sizes)]
         return nn.Sequential(*blocks, nn.Linear(sizes[-1], 10))
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(model(x), y, label_smoothing=self.label_smoothing)
-
-    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, y = batch
-        logits = model(x)
-        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
 
 
 def split_digits() -> dict[str, tuple[np.ndarray, np.ndarray]]:

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import coalesce
+from coalesce.tasks.classification import Classification
 
 
-class Mnist1d(coalesce.Task):
-    """What the models share: the data of the paper (4,000 to train on, 1,000 for the test), loss and metrics.
+class Mnist1d(Classification):
+    """What the models share: the data of the paper (4,000 to train on, 1,000 for the test).
 
     The 1,000 samples for validation come from the same generator with another seed. They are standardised by their
     own mean and deviation, as the generator does with every set that it makes.
@@ -25,9 +25,6 @@ class Mnist1d(coalesce.Task):
 
     introduced: ClassVar[dict[str, Any]] = {"label_smoothing": 0.0}
 
-    def __init__(self, label_smoothing: float = 0.0):
-        self.label_smoothing = label_smoothing
-
     def data(self) -> coalesce.Data:
         paper = _generate(seed=42, num_samples=5000, train_split=0.8)
         other = _generate(seed=43, num_samples=1000, train_split=1.0)
@@ -37,15 +34,6 @@ class Mnist1d(coalesce.Task):
             test=(paper["x_test"], paper["y_test"]),
             classes=10,
         )
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(model(x), y, label_smoothing=self.label_smoothing)
-
-    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, y = batch
-        logits = model(x)
-        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
 
 
 class Mnist1dMLP(Mnist1d):

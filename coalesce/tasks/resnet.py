@@ -9,13 +9,14 @@ from torch.nn import functional as F
 
 import coalesce
 from coalesce.tasks.checks import check_shares, check_sizes
+from coalesce.tasks.classification import Classification
 from coalesce.tasks.digits import split_digits
 
 #: Images that are made of one digit, and the deviation of the noise that lies on them.
 COPIES, NOISE = 4, 0.1
 
 
-class ResNet(coalesce.Task):
+class ResNet(Classification):
     """The digits of `Digits` as colour images (3, 16, 16): 5,188 to train on, 1,000 for validation, 1,000 for the test.
 
     Each handwritten digit is drawn four times, in a colour of its own on another one, at another place, with noise.
@@ -39,10 +40,10 @@ class ResNet(coalesce.Task):
         problems += check_shares(dropout=dropout, label_smoothing=label_smoothing)
         if problems:
             raise coalesce.ConfigError(problems)
+        super().__init__(label_smoothing)
         self.width = width
         self.blocks = blocks
         self.dropout = dropout
-        self.label_smoothing = label_smoothing
 
     def data(self) -> coalesce.Data:
         generator = np.random.Generator(np.random.PCG64(0))
@@ -50,15 +51,6 @@ class ResNet(coalesce.Task):
 
     def model(self) -> nn.Module:
         return ResidualNetwork(self.width, self.blocks, self.dropout)
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(model(x), y, label_smoothing=self.label_smoothing)
-
-    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        x, y = batch
-        logits = model(x)
-        return {"loss": F.cross_entropy(logits, y), "accuracy": (logits.argmax(-1) == y).float().mean()}
 
 
 class ResidualNetwork(nn.Module):
