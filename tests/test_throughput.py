@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from rich.console import Console
 
 from benchmarks.throughput import __main__ as command
 from benchmarks.throughput import floor, report, sides, worker
-from benchmarks.throughput.processes import Contestant, Process, SideFailed
-from benchmarks.throughput.sides import Side
+from benchmarks.throughput.processes import Caches, Contestant, Process, SideFailed
+from benchmarks.throughput.sides import Setup, Side
 from benchmarks.throughput.workloads import WORKLOADS
 
 
@@ -83,14 +82,14 @@ def test_ratios_are_those_of_one_round_with_the_best_way_of_a_peer() -> None:
 
 @pytest.mark.parametrize(("theirs", "named"), [(1.01, "trains something else"), (float("nan"), "not finite")])
 def test_a_side_that_trains_something_else_is_not_timed(
-    theirs: float, named: str, monkeypatch: pytest.MonkeyPatch
+    theirs: float, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = {"plain": {"eager": [[2.0, 1.0]]}, "coalesced": {"coalesced": [[2.0, theirs]]}}
     made = {name: (lambda *_, name=name: Side(name, [], losses[name])) for name in losses}
     monkeypatch.setattr(command, "SIDES", made)
-    nothing: Any = None
+    setup = Setup(tmp_path, Caches(tmp_path), cores=1)
     with pytest.raises((SideFailed, ValueError), match=named):
-        command.bring_up(WORKLOADS["mlp"], ["plain", "coalesced"], nothing, Console(quiet=True))
+        command.bring_up(WORKLOADS["mlp"], ["plain", "coalesced"], setup, Console(quiet=True))
 
 
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,14 @@ from typing import Any
 from coalesce import kernels  # first: it speaks to what torch loads
 
 # isort: split
-from benchmarks.throughput.worker import Channel, Pace, rise
+from benchmarks.throughput import replayed
+from benchmarks.throughput.place import Place
+from benchmarks.throughput.worker import Channel, Pace
 from benchmarks.throughput.workloads import STEPS, Workload
 from coalesce.configuration import check_trainer, rides
 from coalesce.engine.lanes import Lanes
 from coalesce.experiment import Experiment
+from coalesce.memory.measure import peak
 from coalesce.runner.listener import Listener, Progress
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import make_plan
@@ -101,12 +104,20 @@ class Coalesced:
 
     Args:
         workload: what is trained.
+        place: where.
         threads: of torch.
         compile: as `Trainer` has it.
+        graphs: the step is replayed as a CUDA graph, see `replayed`.
     """
 
-    def __init__(self, workload: dict[str, Any], threads: int, compile: bool = True):
+    def __init__(
+        self, workload: dict[str, Any], place: dict[str, Any], threads: int, compile: bool = True, graphs: bool = False
+    ):
         self.channel = Channel()
+        self.place = Place(**place)
+        self.place.settle()
+        if graphs:
+            replayed.install()
         self.workload = Workload(**workload)
         self.threads, self.compile = threads, compile
         self.folder = tempfile.TemporaryDirectory()
@@ -116,7 +127,8 @@ class Coalesced:
         """What `coalesce.sweep` would run of it: only the evaluations come at the end alone."""
         experiments, keys = self.workload.experiments()
         settings = {"width": max(2, self.workload.lanes), "threads": self.threads, "compile": self.compile}
-        trainer = check_trainer({**settings, "every": every, "evaluate_every": STEPS, "monitor": "val/loss"})
+        settings |= {"every": every, "evaluate_every": STEPS}
+        trainer = check_trainer({**settings, "monitor": "val/loss", "device": self.place.device})
         if self._plan is None:
             self._plan = make_plan(self.workload.name, keys, experiments, rides, trainer)
         return replace(self._plan, trainer=replace(self._plan.trainer, every=every))
@@ -139,11 +151,11 @@ class Coalesced:
         (planned,) = plan.cohorts
         chosen = planned.pieces, planned.lowerings, planned.checkpoint
         with kernels.threads(self.threads):
-            lanes = Lanes(planned.template, planned.width, "cpu", self.compile, 1024, *chosen)
+            lanes = Lanes(planned.template, planned.width, self.place.device, self.compile, 1024, *chosen)
             for lane, experiment in enumerate(plan.experiments):
                 lanes.fill(lane, experiment)
             lanes.advance(2)
-            step = rise(lambda: lanes.advance(1), 3)
+            step = peak(lambda: lanes.advance(1), device=self.place.device)
         width = planned.width
         return {
             "state": lanes.bytes // width,

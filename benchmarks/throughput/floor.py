@@ -3,16 +3,18 @@
 Which products a step has is read off one eager step of the model: every product and convolution that autograd's
 forward and backward pass call. Attention counts as its six products. Each is then timed in several ways, on stacked
 operands in each memory order, and the fastest way is the one that counts; convolutions also as the product that they
-are once their patches lie as columns, without what laying them out costs.
+are once their patches lie as columns, without what laying them out costs. On CUDA a way is timed as a graph of several
+calls, so that launching its kernels does not count.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.throughput import worker
+from benchmarks.throughput import recorded, worker
+from benchmarks.throughput.place import Place
 from benchmarks.throughput.plain import stock
 from benchmarks.throughput.workloads import Workload, build
 
 aten = torch.ops.aten
-Call = Callable[[], object]
+Call = recorded.Call
 
 #: A product: ("product", matrices, rows, inner, columns). A convolution: ("convolution", input shape, weight shape,
 #: stride, padding, which gradients of input and weight are asked for), forward and backward together.
@@ -33,6 +36,13 @@ Shape = tuple[Any, ...]
 
 #: How often each way is timed.
 TRIES = 5
+
+#: Calls in one CUDA graph.
+CALLS = 10
+
+#: On CUDA more matrices or images than this are not computed by a launch for each of them: it is hopeless, and takes
+#: long to record.
+LAUNCHES = 64
 
 
 class Record(TorchDispatchMode):
@@ -100,28 +110,41 @@ def _pixels(x: Any, w: Any, stride: Any, padding: Any) -> int:
     return int(sides[0] * sides[1])
 
 
-def ways(shape: Shape, lanes: int) -> Iterator[tuple[str, Call]]:
-    """Each way to compute one kind of product for all lanes."""
+def ways(shape: Shape, lanes: int, like: Tensor | None = None) -> Iterator[tuple[str, Call]]:
+    """Each way to compute one kind of product for all lanes.
+
+    Args:
+        shape: which.
+        lanes: K.
+        like: a tensor of the operands' device and dtype; by default float32 on the CPU.
+    """
+    like = torch.empty(0) if like is None else like
     if shape[0] == "product":
         _, count, *sizes = shape
-        yield from _products(count * lanes, *sizes)
+        yield from _products(like, count * lanes, *sizes)
     else:
-        yield from _convolutions(lanes, *shape[1:])
+        yield from _convolutions(like, lanes, *shape[1:])
 
 
-def _products(count: int, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
-    out = torch.empty(count, rows, columns)
+def _normal(like: Tensor, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=like.dtype, device=like.device)
+
+
+def _one_by_one(like: Tensor, count: int) -> bool:
+    """Whether a call for each is worth a try."""
+    return like.device.type == "cpu" or count <= LAUNCHES
+
+
+def _products(like: Tensor, count: int, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
+    out = like.new_empty(count, rows, columns)
     for order in ("NN", "NT", "TN", "TT"):
-        a = torch.randn(count, rows, inner) if order[0] == "N" else torch.randn(count, inner, rows).transpose(1, 2)
-        b = (
-            torch.randn(count, inner, columns)
-            if order[1] == "N"
-            else torch.randn(count, columns, inner).transpose(1, 2)
-        )
+        a = _normal(like, count, rows, inner) if order[0] == "N" else _normal(like, count, inner, rows).mT
+        b = _normal(like, count, inner, columns) if order[1] == "N" else _normal(like, count, columns, inner).mT
         yield f"bmm {order}", partial(torch.bmm, a, b, out=out)
-        yield f"mm {order}", partial(_each, a, b, out)
-        if order == "NT" and torch.backends.mkldnn.is_available():
-            yield "mkldnn", partial(_each_mkldnn, a, b.transpose(1, 2))
+        if _one_by_one(like, count):
+            yield f"mm {order}", partial(_each, a, b, out)
+        if order == "NT" and like.device.type == "cpu" and torch.backends.mkldnn.is_available():
+            yield "mkldnn", partial(_each_mkldnn, a, b.mT)
 
 
 def _each(a: Tensor, b: Tensor, out: Tensor) -> None:
@@ -134,19 +157,22 @@ def _each_mkldnn(a: Tensor, b: Tensor) -> None:
         torch.ops.mkldnn._linear_pointwise(one, weight, None, "none", [], "")
 
 
-def _convolutions(lanes: int, x: Any, w: Any, stride: Any, padding: Any, mask: Any) -> Iterator[tuple[str, Call]]:
+def _convolutions(
+    like: Tensor, lanes: int, x: Any, w: Any, stride: Any, padding: Any, mask: Any
+) -> Iterator[tuple[str, Call]]:
     for last in (False, True):
         form = torch.channels_last if last else torch.contiguous_format
-        inputs = [torch.randn(x).contiguous(memory_format=form) for _ in range(lanes)]
-        weights = [torch.randn(w).contiguous(memory_format=form) for _ in range(lanes)]
-        each = [_convolution(i, k, stride, padding, mask, 1) for i, k in zip(inputs, weights, strict=True)]
-        yield f"single{' channels last' * last}", partial(_all, each)
-        whole = torch.randn(x[0], lanes * x[1], *x[2:]).contiguous(memory_format=form)
-        kernel = torch.randn(lanes * w[0], *w[1:]).contiguous(memory_format=form)
+        if _one_by_one(like, lanes):
+            inputs = [_normal(like, *x).contiguous(memory_format=form) for _ in range(lanes)]
+            weights = [_normal(like, *w).contiguous(memory_format=form) for _ in range(lanes)]
+            each = [_convolution(i, k, stride, padding, mask, 1) for i, k in zip(inputs, weights, strict=True)]
+            yield f"single{' channels last' * last}", partial(_all, each)
+        whole = _normal(like, x[0], lanes * x[1], *x[2:]).contiguous(memory_format=form)
+        kernel = _normal(like, lanes * w[0], *w[1:]).contiguous(memory_format=form)
         yield f"grouped{' channels last' * last}", _convolution(whole, kernel, stride, padding, mask, lanes)
     patch, pixels = w[1] * w[2] * w[3], x[0] * _pixels(x, w, stride, padding)
     sizes = [(w[0], patch, pixels)] + [(patch, w[0], pixels)] * mask[0] + [(w[0], pixels, patch)] * mask[1]
-    yield "columns", partial(_all, [fastest(_products(lanes, *size))[1] for size in sizes])
+    yield "columns", partial(_all, [fastest(_products(like, lanes, *size), like.device.type)[1] for size in sizes])
 
 
 def _convolution(x: Tensor, w: Tensor, stride: Any, padding: Any, mask: Any, groups: int) -> Call:
@@ -166,20 +192,35 @@ def _all(calls: list[Call]) -> None:
         call()
 
 
-def fastest(candidates: Iterator[tuple[str, Call]]) -> tuple[str, Call, float]:
+def fastest(candidates: Iterator[tuple[str, Call]], device: str = "cpu") -> tuple[str, Call, float]:
     """The fastest of some ways, by its best time in seconds."""
     best: tuple[str, Call, float] | None = None
     for name, call in candidates:
-        call()
+        run, calls = several(call, device)
+        run()
         times = []
         for _ in range(TRIES):
             started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
+            run()
+            times.append((time.perf_counter() - started) / calls)
         if best is None or min(times) < best[2]:
             best = name, call, min(times)
     assert best is not None
     return best
+
+
+def several(call: Call, device: str) -> tuple[Call, int]:
+    """What is to be called to see how long a call takes, and how many of it that are."""
+    if device == "cpu":
+        return call, 1
+    recorded.warm(call)
+    replay = recorded.record(call, CALLS)
+
+    def run() -> None:
+        replay()
+        torch.cuda.synchronize()
+
+    return run, CALLS
 
 
 class Floor:
@@ -187,30 +228,38 @@ class Floor:
 
     Args:
         workload: what is trained.
+        place: where.
         threads: of torch.
     """
 
-    def __init__(self, workload: dict[str, Any], threads: int):
+    def __init__(self, workload: dict[str, Any], place: dict[str, Any], threads: int):
         torch.set_num_threads(threads)
+        self.place = Place(**place)
+        self.place.settle()
         self.workload = Workload(**workload)
-        self.calls: list[Call] = []
 
     def prepare(self) -> dict[str, Any]:
         """Choose the ways; what was chosen, and the rates."""
-        rows = []
+        # each recording collects garbage: not what has been there before
+        gc.freeze()
+        device, dtype = self.place.device, getattr(torch, self.workload.precision)
+        like = torch.empty(0, dtype=dtype, device=device)
+        rows, calls = [], []
         found = shapes(self.workload)
         with torch.no_grad():
             for shape, times in found.items():
-                name, call, seconds = fastest(ways(shape, self.workload.lanes))
-                self.calls += [call] * times
+                name, call, seconds = fastest(ways(shape, self.workload.lanes, like), device)
+                calls += [call] * times
                 rate = flops(shape) * self.workload.lanes / seconds / 1e9
                 rows.append({"shape": shape, "times": times, "way": name, "gflops_per_s": round(rate, 1)})
+            self.run, steps = several(partial(_all, calls), device)
+        self.steps = steps * self.workload.lanes
         total = sum(flops(shape) * times for shape, times in found.items())
         return {"flops": total, "products": rows}
 
     @torch.no_grad()
     def work(self, start: float, end: float) -> dict[str, float]:
-        return worker.work(partial(_all, self.calls), self.workload.lanes, start, end)
+        return worker.work(self.run, self.steps, start, end)
 
 
 if __name__ == "__main__":

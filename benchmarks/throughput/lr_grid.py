@@ -22,7 +22,6 @@ from benchmarks.throughput.lr_grid_plain import EVERY
 from benchmarks.throughput.processes import SideFailed, stock_environment
 from benchmarks.throughput.report import spread
 from benchmarks.throughput.sides import Setup
-from benchmarks.throughput.workloads import PRIMER
 from coalesce import kernels
 from coalesce.store.paths import RunPaths
 from coalesce.store.read import runs_below
@@ -75,7 +74,7 @@ def command_s(name: str, setup: Setup, overrides: Sequence[str]) -> float:
 def measure(setup: Setup, rounds: int, overrides: Sequence[str], console: Console) -> dict[str, Any]:
     """Seconds of each, in turns, and the command's gain over the best of plain PyTorch, round by round."""
     if setup.compile and not setup.caches.primed:
-        setup.caches.prime(PRIMER.to_json(), setup.cores)
+        setup.prime()
     # AdamW as it is faster for this model
     optimizer = _optimizer(setup)
     rows: dict[str, list[float]] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.throughput.place import Place
 from benchmarks.throughput.plain import Loop, stock
 from benchmarks.throughput.workloads import build
 from coalesce.experiment import Experiment
@@ -22,7 +23,7 @@ EVERY, EVALUATE_EVERY = 100, 500
 
 def train(experiment: Experiment, data: Any, optimizer: dict[str, Any]) -> dict[str, Any]:
     """One experiment as an ordinary script trains it; its metrics."""
-    loop = Loop(experiment, data, EVERY, False, optimizer)
+    loop = Loop(experiment, data, EVERY, "eager", optimizer, Place())
     schedule = experiment.config["schedule"]
     warmup = torch.optim.lr_scheduler.LinearLR(loop.optimizer, schedule["warmup_start"], 1.0, schedule["warmup"])
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(loop.optimizer, experiment.steps - schedule["warmup"])

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.throughput.place import Place
+
 #: What of a processor's abilities decides how fast it multiplies.
 FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16")
 
@@ -20,11 +22,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def describe(python: str) -> dict[str, Any]:
-    """Processor, versions, and the commit.
+def describe(python: str, place: Place, precision: str = "float32") -> dict[str, Any]:
+    """Processor, device, versions, and the commit.
 
     Args:
         python: the interpreter that has the peers.
+        place: where all sides compute.
+        precision: of the experiments.
     """
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
@@ -35,10 +39,11 @@ def describe(python: str) -> dict[str, Any]:
         "cpu": facts.get("model name", platform.processor()),
         "flags": [flag for flag in FLAGS if flag in flags],
         "load": os.getloadavg()[0],
-        "dtype": "float32",
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "device": torch.cuda.get_device_name() if place.on_cuda else "cpu",
+        "dtype": precision,
+        "matmul_precision": place.matmul or torch.get_float32_matmul_precision(),
         "python": platform.python_version(),
-        "versions": {n: _version(n) for n in ("torch", "numpy")} | _peers(python),
+        "versions": {n: _version(n) for n in ("torch", "triton", "numpy")} | _peers(python),
         "commit": _commit(),
     }
 

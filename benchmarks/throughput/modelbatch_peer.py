@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.throughput import worker
+from benchmarks.throughput.place import Place
 from benchmarks.throughput.plain import TRIES, stock
 from benchmarks.throughput.workloads import STEPS, Workload, batches, build, hyperparameters, loss, parts
+from coalesce.engine.precision import autocast
+from coalesce.memory.measure import peak
 
 KINDS: tuple[dict[str, Any], ...] = ({}, {"fused": True})
 
@@ -24,27 +27,29 @@ class Stack:
     Args:
         workload: what is trained.
         optimizer: more arguments of AdamW.
+        device: where.
     """
 
-    def __init__(self, workload: Workload, optimizer: dict[str, Any]):
+    def __init__(self, workload: Workload, optimizer: dict[str, Any], device: str):
         from modelbatch import ModelBatch
         from modelbatch.optimizer import OptimizerFactory
 
         self.workload = workload
         self.experiments, _ = workload.experiments()
         task, _ = build(self.experiments[0])
-        self.data = task.data()
+        self.data = task.data().to(device)
         self.leaves = self.data.leaves("train")
-        self.model = ModelBatch([build(e)[1] for e in self.experiments], shared_input=False)
+        self.model = ModelBatch([build(e)[1] for e in self.experiments], shared_input=False).to(device)
         configs = [hyperparameters(e) for e in self.experiments]
         self.optimizer = OptimizerFactory(torch.optim.AdamW, optimizer).create_optimizer(self.model, configs)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
         self.count, self.size = self.data.sizes["train"], workload.batch_size
+        self.device = device
         self.order, self.at, self.done = self._shuffled(), 0, 0
         self.last: list[float] = []
 
     def _shuffled(self) -> Tensor:
-        return torch.stack([torch.randperm(self.count) for _ in self.experiments])
+        return torch.stack([torch.randperm(self.count, device=self.device) for _ in self.experiments])
 
     def step(self) -> None:
         """One step of all experiments, each on the next of its own shuffled samples."""
@@ -62,7 +67,8 @@ class Stack:
         gathered = [leaf.index_select(0, flat).reshape(*index.shape, *leaf.shape[1:]) for leaf in self.leaves]
         x, y = parts(self.workload.name, gathered)
         self.optimizer.zero_grad()
-        whole = self.model.compute_loss(self.model(x), y, loss)
+        with autocast(self.experiments[0], self.device):
+            whole = self.model.compute_loss(self.model(x), y, loss)
         whole.backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -75,10 +81,13 @@ class Peer:
 
     Args:
         workload: what is trained.
+        place: where.
         threads: of torch.
     """
 
-    def __init__(self, workload: dict[str, Any], threads: int):
+    def __init__(self, workload: dict[str, Any], place: dict[str, Any], threads: int):
+        self.place = Place(**place)
+        self.place.settle()
         torch.set_num_threads(threads)
         # of operations that vmap runs lane by lane: a fact about this peer, not a fault here
         warnings.filterwarnings("ignore", "There is a performance drop")
@@ -87,29 +96,31 @@ class Peer:
     def prepare(self) -> dict[str, float]:
         """Build, and take the faster implementation of AdamW; seconds to the end of the first step."""
         started = time.monotonic()
-        stacks = [Stack(self.workload, kind) for kind in KINDS[:1]]
+        stacks = [Stack(self.workload, kind, self.place.device) for kind in KINDS[:1]]
         stacks[0].step()
+        self.place.synchronize()
         seconds = time.monotonic() - started
-        stacks += [Stack(self.workload, kind) for kind in KINDS[1:]]
+        stacks += [Stack(self.workload, kind, self.place.device) for kind in KINDS[1:]]
         best = []
         for stack in stacks:
             times = []
             for _ in range(TRIES):
-                started = time.process_time()
+                started = self.place.clock()
                 stack.step()
-                times.append(time.process_time() - started)
+                times.append(self.place.clock() - started)
             best.append(min(times))
         self.stack = stacks[best.index(min(best))]
         return {"first_s": seconds, "fused": float(best.index(min(best)))}
 
     def losses(self, steps: int) -> list[list[float]]:
         """Losses of the first steps of all experiments, on coalesce's batches: (steps, K)."""
-        stack = Stack(self.workload, {})
-        given = batches(stack.experiments, stack.data, steps)
+        stack = Stack(self.workload, {}, self.place.device)
+        given = batches(stack.experiments, stack.data, steps).to(self.place.device)
         return [stack.step_on(index).tolist() for index in given]
 
     def work(self, start: float, end: float) -> dict[str, float]:
-        return worker.work(self.stack.step, self.workload.lanes, start, end)
+        step, steps = self.place.turn(self.stack.step, self.workload.every)
+        return worker.work(step, steps * self.workload.lanes, start, end)
 
     def memory(self) -> dict[str, int | None]:
         """Bytes of one lane's state, and what a step takes above it."""
@@ -118,7 +129,7 @@ class Peer:
         whole = sum(t.nbytes for t in [*stack.model.stacked_params.values(), *stack.model.stacked_buffers.values()])
         # the models that it was made of stay alive in it
         whole += sum(t.nbytes for m in stack.model.models for t in [*m.parameters(), *m.buffers()])
-        step = worker.rise(stack.step, 3)
+        step = peak(stack.step, device=self.place.device)
         total = whole + sum(t.nbytes for t in state)
         return {"state": total // lanes, "step": None if step is None else step // lanes}
 

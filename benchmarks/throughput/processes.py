@@ -167,11 +167,15 @@ class Caches:
         jax = {"JAX_COMPILATION_CACHE_DIR": str(place), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         return {"TORCHINDUCTOR_CACHE_DIR": str(place), **jax}
 
-    def prime(self, workload: str, threads: int) -> None:
-        """Compile the primer into an empty cache."""
+    def prime(self, arguments: Mapping[str, Any]) -> None:
+        """Compile the primer into an empty cache.
+
+        Args:
+            arguments: of coalesce's side.
+        """
         environment = self.environment("primer")
         started = time.monotonic()
-        process = Process("coalesced", {"workload": json.loads(workload), "threads": threads}, environment)
+        process = Process("coalesced", arguments, environment)
         try:
             process.call("losses", steps=1)
         finally:

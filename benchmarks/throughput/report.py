@@ -17,6 +17,12 @@ from benchmarks.throughput.sides import Side
 #: order, and AdamW's first steps have the size of the rate however small a gradient is.
 TOLERANCE = 1e-4
 
+#: The same where products are in bfloat16 or TF32: a few times bfloat16's precision.
+COARSE = 2e-2
+
+#: How a ratio is taken, and what it is called.
+KINDS = {"wall": "by time", "processor": "by processor time"}
+
 #: What is asked of coalesced over each of the others, and of its time over the floor's.
 TARGETS = {
     "mlp": {"plain eager": 4, "plain compiled": 4, "jax": 1.8, "modelbatch": 2, "floor": 1.8},
@@ -65,16 +71,20 @@ def groups(sides: Sequence[Side]) -> dict[str, list[Contestant]]:
     return found
 
 
-def ratios(sides: Sequence[Side]) -> dict[str, Any]:
-    """Coalesced over each of the others, round by round; of the floor its own time over the floor's."""
+def ratios(sides: Sequence[Side], processor: bool = True) -> dict[str, Any]:
+    """Coalesced over each of the others, round by round; of the floor its own time over the floor's.
+
+    Args:
+        processor: also by processor time.
+    """
     by_name = groups(sides)
     (ours,) = by_name.pop("coalesced")
     found: dict[str, Any] = {}
     for name, ways in by_name.items():
         row: dict[str, Any] = {}
-        for kind, processor in (("wall", False), ("processor", True)):
-            chosen = best(ways, processor)
-            mine, theirs = (c.processor_rates if processor else c.rates for c in (ours, chosen))
+        for kind in ("wall", "processor")[: 1 + processor]:
+            chosen = best(ways, kind == "processor")
+            mine, theirs = (c.rates if kind == "wall" else c.processor_rates for c in (ours, chosen))
             pairs = zip(mine, theirs, strict=True)
             row[kind] = spread([b / a if name == "floor" else a / b for a, b in pairs]) | {"against": chosen.name}
         found[name] = row
@@ -119,12 +129,13 @@ def print_work(title: str, sides: Sequence[Side], console: Console) -> None:
 
 def print_ratios(name: str, found: Mapping[str, Any], console: Console) -> None:
     """A row for each peer."""
-    table = Table("coalesced over", "by time", "by processor time", "asked for", "against")
+    kinds = [kind for kind in KINDS if any(kind in row for row in found.values())]
+    table = Table("coalesced over", *[KINDS[kind] for kind in kinds], "asked for", "against")
     for peer, row in found.items():
         target = TARGETS.get(name, {}).get(peer)
         asked = "" if target is None else f"{'≤' if peer == 'floor' else '≥'} {target}"
         label = "the floor's time" if peer == "floor" else peer
-        cells = [f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in (row["wall"], row["processor"])]
+        cells = [f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in map(row.get, kinds)]
         table.add_row(label, *cells, asked, row["wall"]["against"])
     console.print(table)
 

@@ -90,7 +90,7 @@ class Pace:
         return before[1:]
 
 
-def work(step: Callable[[], None], steps: int, start: float, end: float) -> dict[str, float]:
+def work(step: Callable[[], object], steps: int, start: float, end: float) -> dict[str, float]:
     """Call something over and over until the end of a window.
 
     Args:

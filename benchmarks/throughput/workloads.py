@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ class Workload:
         lanes: how many experiments.
         batch_size: of each.
         every: steps after which a training loss is read and recorded, on every side.
+        precision: "float32" or "bfloat16" (autocast), as an experiment has it.
     """
 
     name: str
@@ -40,6 +40,7 @@ class Workload:
     lanes: int
     batch_size: int
     every: int
+    precision: str = "float32"
 
     def experiments(self) -> tuple[list[Experiment], tuple[str, ...]]:
         """The experiments and the swept keys. Rates from 1e-4 to 1e-2, equally spaced in their logarithm."""
@@ -47,11 +48,9 @@ class Workload:
 
         rates = np.geomspace(1e-4, 1e-2, self.lanes).tolist() if self.lanes > 1 else [1e-3]
         base = {"task": dict(self.task), "optimizer": "adamw", "schedule": "cosine", "steps": STEPS}
+        base |= {"precision": self.precision}
         swept = {"seed": list(range(self.lanes)), "optimizer.lr": rates}
         return make_experiments(base | {"batch_size": self.batch_size, "seed": 0}, swept, [["seed", "optimizer.lr"]])
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 #: ``digits`` is a smaller one, whose data are there at once.
