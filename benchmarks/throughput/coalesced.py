@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from coalesce import kernels  # first: it speaks to what torch loads
 # isort: split
 from benchmarks.throughput import replayed
 from benchmarks.throughput.place import Place
+from benchmarks.throughput.spent import Inside, Spent, parts
 from benchmarks.throughput.worker import Channel, Pace
 from benchmarks.throughput.workloads import STEPS, Workload
 from coalesce.configuration import check_trainer, rides
@@ -37,22 +37,32 @@ class Enough(Exception):
 
 
 class Watch(Listener):
-    """Notes when what happens."""
+    """Notes when what happens, and what has been spent until then."""
 
     def __init__(self) -> None:
-        self.at: dict[str, float] = {"begun": time.monotonic()}
+        self.inside = Inside()
+        self.at: dict[str, tuple[Spent, Spent]] = {}
+        self._note("begun")
+
+    def _note(self, what: str) -> None:
+        self.at[what] = Spent.now(), self.inside.spent
 
     def compiling(self, cohort: int, what: str) -> None:
-        self.at.setdefault("compiling", time.monotonic())
+        if "compiling" not in self.at:
+            self._note("compiling")
 
     def checking(self, cohort: int) -> None:
-        self.at["compiled"] = time.monotonic()
+        self._note("compiled")
 
     def seconds(self) -> dict[str, float]:
-        """Of tracing and compiling the step and the evaluation, and of all until the first boundary."""
-        now = time.monotonic()
-        compiled = self.at.get("compiled", now)
-        return {"compile_s": compiled - self.at["compiling"], "first_s": now - self.at["begun"]}
+        """Of tracing and compiling the step and the evaluation, by the clock and in parts (see `spent`), and of all
+        until the first boundary."""
+        self._note("first")
+        self.at.setdefault("compiled", self.at["first"])
+        before, after = self.at["compiling"], self.at["compiled"]
+        first = self.at["first"][0] - self.at["begun"][0]
+        told = parts(after[0] - before[0], after[1] - before[1])
+        return {**told, "first_s": first.clock, "first_processor_s": first.processor}
 
 
 class Losses(Watch):
@@ -165,7 +175,7 @@ class Coalesced:
 
     def _run(self, plan: Plan, watch: Watch) -> None:
         paths = RunPaths.create(Path(self.folder.name), self.workload.name)
-        with suppress(Enough):
+        with suppress(Enough), watch.inside.counting():
             run(plan, [RunWriter(paths), Beat(paths), watch], rides=rides)
 
     def serve(self) -> None:
