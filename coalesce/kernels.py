@@ -16,13 +16,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 #: The environment variable that oneMKL reads at its first call, and what is asked of it.
 VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
 
 #: What OpenMP reads when it is loaded.
 WAIT, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
+
+#: How exactly products of float32 are computed, by torch's names: in float32, or as much faster as the device can.
+PRECISIONS = (EXACT := "highest", "high", "medium")
 
 #: Sizes (B, D, H) of which no matrix fills whole cache lines.
 _PROBES = ((33, 17, 10), (17, 33, 3), (5, 7, 9))
@@ -63,3 +67,70 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def precision() -> str | None:
+    """How exactly this process computes products of float32; None: it was set for single backends, and has no name."""
+    import torch
+
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def backends() -> tuple[str, ...]:
+    """What `precision` stands for, of each backend by itself. Compiled code may depend on it."""
+    return tuple(backend.fp32_precision for backend in _backends())
+
+
+def _backends() -> list[Any]:
+    import torch
+
+    # torch does not declare its own attribute
+    oneDNN: Any = torch.backends.mkldnn
+    return [torch.backends.cuda.matmul, oneDNN.matmul]
+
+
+@contextmanager
+def products(name: str) -> Iterator[None]:
+    """Run with products of float32 as exact as one of `PRECISIONS` says; afterwards all is as it was.
+
+    Compiled code follows as far as it calls products, which look at every call. Convolutions have settings of their
+    own.
+    """
+    import torch
+
+    named, each = precision(), backends()
+    if named != name:
+        torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(named or EXACT)
+        for backend, before in zip(_backends(), each, strict=True):
+            backend.fp32_precision = before
+
+
+@contextmanager
+def arithmetic(count: int | None, name: str) -> Iterator[None]:
+    """`threads` and `products`: what a run has asked for, and what its numbers depend on."""
+    with ExitStack() as stack:
+        stack.enter_context(threads(count))
+        stack.enter_context(products(name))
+        yield
+
+
+@functools.cache
+def differs(name: str, device: str) -> bool:
+    """Whether a device multiplies otherwise at a precision than exactly: tried on a product of lanes, large enough for
+    torch to choose freely how."""
+    import torch
+
+    left = torch.linspace(-1, 1, 2 * 128 * 64, device=device).sin().view(2, 128, 64)
+    right = torch.linspace(-1, 1, 2 * 64 * 128, device=device).cos().view(2, 64, 128)
+    found = []
+    for one in (EXACT, name):
+        with products(one):
+            found.append(torch.bmm(left, right))
+    return not torch.equal(*found)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from rich.console import Console
 
 import coalesce
@@ -94,6 +95,21 @@ def test_however_many_jobs(jobs: int, folder: Folder, inside: Inside) -> None:
     run, _ = begun(folder, *sweep, *LOCAL, f"launcher.jobs={jobs}")
     same(whole, run)
     assert inside.started == list(range(jobs))
+
+
+def test_every_job_multiplies_as_the_run_was_asked_to(folder: Folder, inside: Inside) -> None:
+    """When it begins, and when it goes on."""
+    some, more = ("sweep.params.seed=[0, 1]", "sweep.params.seed=[0, 1, 2, 3]")
+    how = ["trainer.matmul_precision=medium", "steps=5", *LOCAL, "launcher.jobs=2"]
+    run, _ = begun(folder, *HOW, some, *how)
+    resumed(folder, run, more)
+    assert len(inside.started) > 2
+    for number in range(len(inside.started)):
+        paths = RunPaths(run, number)
+        assert read_json(paths.plan)["trainer"]["matmul_precision"] == "medium"
+        # what torch said while the job trained
+        assert read_json(paths.environment)["matmul_precision"] == "medium"
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_what_rides_in_one_process_rides_in_every_job(folder: Folder, inside: Inside) -> None:

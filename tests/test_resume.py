@@ -173,6 +173,7 @@ def test_what_would_be_trained(command: Command) -> None:
         ("sweep.name=other", "sweep.name='other': a run that goes on keeps its name, 'nets': its folder is"),
         ("runs=elsewhere", "runs='elsewhere': a run that goes on keeps its place, 'runs': its folder is"),
         ("trainer.every=10", "trainer.every=10: the run began with 5"),
+        ("trainer.matmul_precision=high", "trainer.matmul_precision='high': the run began with 'highest'"),
         ("trainer.monitor=val/error", "trainer.monitor='val/error': the run began with 'val/loss'"),
         ("search.patience=1", "search.patience=1: the run began with None"),
         ("trainer.evry=10", "did you mean 'every'?"),

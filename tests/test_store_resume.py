@@ -48,6 +48,7 @@ SETTINGS: dict[str, Any] = {
     "mode": "min",
     "show": ("test/loss", "test/error"),
     "threads": 2,
+    "matmul_precision": "medium",
     "snapshot_minutes": None,
 }
 

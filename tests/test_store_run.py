@@ -252,6 +252,7 @@ def test_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["torch"] == torch.__version__
     assert found["device"] == "cpu"
     assert found["threads"] == torch.get_num_threads()
+    assert found["matmul_precision"] == torch.get_float32_matmul_precision()
     json.dumps(found)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

@@ -138,6 +138,7 @@ class Coalesced:
         experiments, keys = self.workload.experiments()
         settings = {"width": max(2, self.workload.lanes), "threads": self.threads, "compile": self.compile}
         settings |= {"every": every, "evaluate_every": STEPS}
+        settings |= {"matmul_precision": self.place.matmul or kernels.EXACT}
         trainer = check_trainer({**settings, "monitor": "val/loss", "device": self.place.device})
         if self._plan is None:
             self._plan = make_plan(self.workload.name, keys, experiments, rides, trainer)

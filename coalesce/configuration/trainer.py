@@ -11,6 +11,7 @@ from typing import Any
 from coalesce.configuration.values import Kind, coerce, kind_of_annotation
 from coalesce.engine.measure import CHOICES
 from coalesce.errors import ConfigError, Problem, nearest
+from coalesce.kernels import PRECISIONS
 from coalesce.runner.plan import Trainer
 
 #: Settings that take one of a few words.
@@ -19,6 +20,7 @@ WORDS = {
     "device": ("auto", "cpu", "cuda"),
     "on_error": ("continue", "stop"),
     "convolution": CHOICES,
+    "matmul_precision": PRECISIONS,
 }
 #: Settings that are counts, and so at least 1.
 COUNTS = ("width", "every", "evaluate_every", "evaluate_batch_size", "threads")

@@ -14,6 +14,8 @@ from torch._inductor.loop_body import LoopBody
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from coalesce import kernels
+
 Runner = Callable[..., Sequence[Tensor]]
 
 # The compiler expands a value at each of its uses until the expression has this many operations or reads, and then
@@ -106,9 +108,10 @@ def lift_constants(module: fx.GraphModule) -> list[Tensor]:
 
 
 def _signature(module: fx.GraphModule, inputs: Sequence[Tensor]) -> str:
-    """A hash of what decides the compiled code: operations, wiring, shapes, strides, dtypes, devices, threads."""
+    """A hash of what decides the compiled code: operations, wiring, shapes, strides, dtypes, devices, threads, and
+    how exactly products are computed."""
     place: dict[fx.Node, int] = {}
-    rows: list[Any] = [torch.get_num_threads()]
+    rows: list[Any] = [torch.get_num_threads(), *kernels.backends()]
     rows += [(tuple(t.shape), t.stride(), str(t.dtype), str(t.device)) for t in inputs]
     for index, node in enumerate(module.graph.nodes):
         place[node] = index

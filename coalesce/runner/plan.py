@@ -37,6 +37,7 @@ class Trainer:
         show: more metrics that are summed up beside it at the end of a run: ``("test/accuracy",)``.
         threads: CPU threads of torch, or None: as many as torch takes by itself. Recorded, since results may
             depend on it in the last bit.
+        matmul_precision: how exactly products of float32 are computed, by torch's names: "highest", "high" or "medium".
         weights: keep the final and the best weights of every experiment, where a run has a folder.
         on_error: what to do when an experiment fails: "continue" with the others, or "stop".
         snapshot_minutes: minutes between two snapshots of all lanes, which a run goes on from that was killed; 0: at
@@ -59,6 +60,7 @@ class Trainer:
     mode: str = "max"
     show: tuple[str, ...] = ()
     threads: int | None = None
+    matmul_precision: str = "highest"
     weights: bool = True
     on_error: str = "continue"
     snapshot_minutes: float | None = 5.0

@@ -14,6 +14,7 @@ from coalesce.engine.pieces import choose, matching, recomputed
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError, nearest
 from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
+from coalesce.runner import exactness
 from coalesce.runner.plan import Plan, PlannedCohort, Trainer
 from coalesce.runner.width import LEAST_WIDTH, Room, estimate, fitting, is_near, measure, widest
 from coalesce.search.base import Search
@@ -76,6 +77,8 @@ def make_plan(
     asked = trainer
     trainer, found = (replace(trainer, device="cpu"), []) if elsewhere else _resolve(trainer)
     problems |= dict.fromkeys(found)
+    if not elsewhere and not found:
+        exactness.tell(trainer)
     templates: list[Template] = []
     failed: dict[str, str] = {}
     out: list[Cohort] = []
@@ -248,7 +251,7 @@ def plan_cohort(
 def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
     if not trainer.stack:
         return {}
-    with kernels.threads(trainer.threads):
+    with kernels.arithmetic(trainer.threads, trainer.matmul_precision):
         convolutions, how = template.rehearsal.convolutions, (trainer.device, trainer.convolution, trainer.compile)
         return choose_lowerings(convolutions, width, *how)
 

@@ -64,7 +64,7 @@ def run(
     """
     error: BaseException | None = None
     whole = Run(plan, listeners, job, search or Listed(plan.experiments), rides)
-    with kernels.threads(plan.trainer.threads):
+    with kernels.arithmetic(plan.trainer.threads, plan.trainer.matmul_precision):
         try:
             whole.go(begun or Begun())
         except BaseException as caught:

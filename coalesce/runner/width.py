@@ -208,7 +208,7 @@ def measure(
     how = trainer.device, False, trainer.evaluate_batch_size, pieces, lowerings, checkpoint
     seen: dict[int, int] = {}
     state = estimated.state
-    with kernels.threads(trainer.threads):
+    with kernels.arithmetic(trainer.threads, trainer.matmul_precision):
         for width in MEASURED:
             try:
                 # with what rides, and the lanes' counters

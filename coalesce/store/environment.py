@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from coalesce import kernels
+
 _PACKAGES = ("hydra-core", "omegaconf", "pandas", "pyarrow", "safetensors")
 
 
@@ -34,6 +36,7 @@ def environment(device: str) -> dict[str, Any]:
         "device_name": device_name(device),
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
+        "matmul_precision": kernels.precision(),
         "command": sys.argv,
         "git": commit(),
     }

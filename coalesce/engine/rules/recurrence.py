@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from coalesce import kernels
 from coalesce.engine.compiling import PREPARE, Runner, compile_graph
 from coalesce.engine.trace import trace
 
@@ -311,7 +312,7 @@ def _compiled(kind: str, cell: Callable[..., States], given: tuple[Any, ...], ou
     """One time step, compiled: takes the tensors of ``given`` one by one, and then ``out``, which it writes."""
     leaves = [t for g in given for t in (g if isinstance(g, tuple) else [g])]
     looks = [(tuple(t.shape), t.stride(), t.dtype, t.device) for t in (*leaves, *out)]
-    key = kind, cell.__name__, torch.get_num_threads(), *looks
+    key = kind, cell.__name__, torch.get_num_threads(), *kernels.backends(), *looks
     if key not in _cells:
         # made anew: what the loop gives are views of one tensor, which would count as aliases
         examples = [torch.empty_strided(s, stride, dtype=d, device=v) for s, stride, d, v in looks]
