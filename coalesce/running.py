@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coalesce.configuration import rides
 from coalesce.configuration.union import check_retry, read_retry, united
+from coalesce.engine import preparing
 from coalesce.report import text
 from coalesce.report.plan import print_plan
 from coalesce.report.progress import ProgressView
@@ -52,6 +53,8 @@ def begin(order: Order) -> int:
         from coalesce.jobs.flow import begin as begin_jobs
 
         return begin_jobs(order, console)
+    if order.trainer.compile and order.trainer.stack and not order.plan_only:
+        preparing.begin(order.trainer.device)
     with _planning(order.trainer, console):
         plan = plan_search(order.name, order.keys, order.search, rides, order.trainer)
     if order.plan_only:

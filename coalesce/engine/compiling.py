@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from coalesce import kernels
+from coalesce.engine import preparing
 
 Runner = Callable[..., Sequence[Tensor]]
 
@@ -52,6 +53,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         prepare(module)
     key = _signature(module, inputs)
     if key not in _compiled:
+        preparing.finish()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
         with torch.no_grad(), _without_loads_that_are_none():

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
+from coalesce.engine import preparing
 from coalesce.engine.evaluations import Evaluations
 from coalesce.engine.lane import observed, riding_hyperparameters
 from coalesce.engine.order import Order
@@ -119,6 +120,8 @@ class Lanes:
         data = [*self.data.leaves("train"), *self._tables.get("train", [])]
         for size in self.template.batch_sizes:
             if size not in self._steps:
+                if self.compile:
+                    preparing.begin(self.device.type)
                 with _short_batch(size, self.template.batches.size):
                     how = self.pieces, size, self.lowerings, self.checkpoint
                     index = torch.zeros(self.width, size, dtype=torch.int64, device=self.device)

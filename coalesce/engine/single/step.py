@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
+from coalesce.engine import preparing
 from coalesce.engine.backprop.model import Halting
 from coalesce.engine.instance import Instance
 from coalesce.engine.pieces import choose, matching, recomputed
@@ -240,6 +241,8 @@ class CompiledStep:
         """The graph for a batch."""
         if len(self._graphs) >= MOST_GRAPHS:
             raise RuntimeError(self._too_many())
+        if self._compile:
+            preparing.begin(self._device.type)
         trained, extras = self._rehearse(batch, mixed)
         updates, slots = {}, {}
         for name in (n for n in self._parameters if n in trained):
