@@ -49,7 +49,7 @@ from benchmarks.throughput.place import Place
 from benchmarks.throughput.processes import Caches, SideFailed, interleave
 from benchmarks.throughput.sides import SIDES, Setup, Side, missing
 from benchmarks.throughput.turns import Turns
-from benchmarks.throughput.workloads import WORKLOADS, Workload
+from benchmarks.throughput.workloads import WORKLOADS, Workload, small
 
 #: Seconds of a turn.
 SECONDS = {"mlp": 1.0, "digits": 1.0, "cnn": 2.0, "gpt": 2.0}
@@ -178,6 +178,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", action="store_true", help="no second compile with a warm cache, and no memory")
     parser.add_argument("--curve", action="store_true", help="measure at each number of lanes")
     parser.add_argument("--no-compile", action="store_true", help="neither plain PyTorch nor coalesce compiles")
+    parser.add_argument("--small", action="store_true", help="tiny experiments, to see whether everything runs")
     parser.add_argument("--override", nargs="+", default=[], help="of lr_grid: on the command line, such as steps=200")
     parser.add_argument("--json", type=Path, help="write the figures there")
     device = parser.add_argument_group("the device, and how exactly it computes")
@@ -247,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         for task in ALL if options.task == "all" else [options.task]:
             workload = replace(WORKLOADS[task], precision=options.precision)
+            workload = small(workload) if options.small else workload
             how_long = setup, options.rounds or 5, options.seconds, console, turns
             lanes = options.lanes or (LANES if options.curve else [workload.lanes])
             if options.check:

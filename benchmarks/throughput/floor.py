@@ -135,6 +135,12 @@ def _one_by_one(like: Tensor, count: int) -> bool:
     return like.device.type == "cpu" or count <= LAUNCHES
 
 
+def _has_mkldnn(like: Tensor) -> bool:
+    """Whether oneDNN's linear layer takes such operands here."""
+    there = like.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return there and (like.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _products(like: Tensor, count: int, rows: int, inner: int, columns: int) -> Iterator[tuple[str, Call]]:
     out = like.new_empty(count, rows, columns)
     for order in ("NN", "NT", "TN", "TT"):
@@ -143,7 +149,7 @@ def _products(like: Tensor, count: int, rows: int, inner: int, columns: int) -> 
         yield f"bmm {order}", partial(torch.bmm, a, b, out=out)
         if _one_by_one(like, count):
             yield f"mm {order}", partial(_each, a, b, out)
-        if order == "NT" and like.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        if order == "NT" and _has_mkldnn(like):
             yield "mkldnn", partial(_each_mkldnn, a, b.mT)
 
 
