@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def first_step(workload: Workload, how: Mapping[str, Any], environment: Mapping[
     return told
 
 
-def prepare(caches: Caches, how: Mapping[str, Any], around: Mapping[str, str]) -> Figure:
+def prepare(caches: Caches, how: Mapping[str, Any], around: dict[str, str]) -> Figure:
     """Use an empty cache once.
 
     Args:
@@ -92,7 +93,7 @@ def ratios(found: Sequence[Figure]) -> dict[str, dict[str, Any]]:
         row: dict[str, Any] = {}
         for cache in ("cold", "warm"):
             for clock, key in (("clock", "compile_s"), ("processor", "processor_s")):
-                if values := list(_pairs(found, cache, by, beside, most, least, lambda f, key=key: f[key])):
+                if values := list(_pairs(found, cache, by, beside, most, least, itemgetter(key))):
                     row[f"{cache}, {clock}"] = spread(values)
         told[f"{most} {by} over {least}"] = row
     return told

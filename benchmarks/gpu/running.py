@@ -52,8 +52,8 @@ def run(
     left = deadline - time.monotonic()
     if left < LEAST_S:
         outcomes = [Outcome(part.name, 124, 0.0, ["not started: no time was left"]) for part in parts]
-        for outcome in outcomes:
-            told(outcome)
+        for late in outcomes:
+            told(late)
         return outcomes
     (out / "logs").mkdir(parents=True, exist_ok=True)
     running = {part.name: _Running(part, out, min(part.limit_s, left), environment) for part in parts}
