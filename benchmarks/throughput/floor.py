@@ -37,6 +37,9 @@ Shape = tuple[Any, ...]
 #: How often each way is timed.
 TRIES = 5
 
+#: A way that takes so many times as long as the fastest one at its first try has no other.
+HOPELESS = 10
+
 #: Calls in one CUDA graph.
 CALLS = 10
 
@@ -204,8 +207,8 @@ def fastest(candidates: Iterator[tuple[str, Call]], device: str = "cpu") -> tupl
     for name, call in candidates:
         run, calls = several(call, device)
         run()
-        times = []
-        for _ in range(TRIES):
+        times: list[float] = []
+        while len(times) < TRIES and not (best and times and times[0] > HOPELESS * best[2]):
             started = time.perf_counter()
             run()
             times.append((time.perf_counter() - started) / calls)

@@ -33,7 +33,8 @@ def record(call: Call, times: int = 1) -> Callable[[], None]:
         What carries the graph out. It does not wait for the device.
     """
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # other threads of the process, such as the compiler's, may use the device meanwhile
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(times):
             call()
     return graph.replay
