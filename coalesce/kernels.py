@@ -6,13 +6,18 @@ the alignment out of the choice, and costs nothing that can be measured (`python
 
 OpenMP's threads wait for each other by spinning. Where another process wants the same cores, each of the many short
 loops of a small model's step then lasts until the system takes the core away from the one that spins. Waiting asleep
-does without.
+does without, but waking takes as long as such a loop: so they spin for a little while, and then sleep.
+
+glibc gives memory at the end of its heap back to the system when it is freed, and gets every large block from there. A
+step frees what it allocates, so that the next one is given new pages, of which each is a fault and is filled with
+zeros first: up to a third of a small model's step. What a process that compiles steps has freed stays with it instead.
 
 Nothing here imports torch at the top: it must be said before torch is loaded.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from collections.abc import Iterator
@@ -22,8 +27,14 @@ from typing import Any
 #: The environment variable that oneMKL reads at its first call, and what is asked of it.
 VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
 
-#: What OpenMP reads when it is loaded.
+#: What OpenMP reads when it is loaded; and GNU's, which torch's wheels bring along, how often a thread looks before it
+#: sleeps: about a tenth of a millisecond (`python -m benchmarks.step --threads 2 --env GOMP_SPINCOUNT=0`).
 WAIT, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
+SPIN, LOOKS = "GOMP_SPINCOUNT", "3000"
+
+#: Parameters of glibc's mallopt, by their numbers in malloc.h: from how many free bytes on the heap's end goes back, by
+#: how many it grows beyond what is asked for, and how many blocks come straight from the system.
+_MALLOC = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 2**26), "M_MMAP_MAX": (-4, 0)}
 
 #: How exactly products of float32 are computed, by torch's names: in float32, or as much faster as the device can.
 PRECISIONS = (EXACT := "highest", "high", "medium")
@@ -36,10 +47,26 @@ def request() -> None:
     """Ask, unless the user asked for something else. In vain for kernels if a product was computed before, and for
     threads if torch was imported before."""
     os.environ.setdefault(VARIABLE, STRICT)
-    os.environ.setdefault(WAIT, PASSIVE)
+    if WAIT not in os.environ:
+        os.environ[WAIT] = PASSIVE
+        os.environ.setdefault(SPIN, LOOKS)
 
 
 request()
+
+
+@functools.cache
+def keep_memory() -> bool:
+    """Have memory that is freed stay with this process, where glibc is and the user asked it for nothing himself.
+
+    Returns:
+        Whether it does.
+    """
+    asked = any(name.startswith("MALLOC_") for name in os.environ)
+    if asked or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    set_parameter = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    return set_parameter is not None and all(set_parameter(*pair) == 1 for pair in _MALLOC.values())
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Oracle: equal lanes must be equal. In processes of their own, since oneMKL reads
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -15,7 +16,8 @@ from coalesce import kernels
 
 
 def probe(code: str, setting: str | None = None) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != kernels.VARIABLE}
+    asked = (kernels.VARIABLE, kernels.WAIT, kernels.SPIN)
+    environment = {name: value for name, value in os.environ.items() if name not in asked}
     if setting is not None:
         environment[kernels.VARIABLE] = setting
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -36,6 +38,48 @@ def test_threads_wait_asleep_unless_the_user_says_otherwise() -> None:
     code = "import coalesce, os; print(os.environ['OMP_WAIT_POLICY'])"
     assert probe(code) == kernels.PASSIVE
     assert probe("import os; os.environ['OMP_WAIT_POLICY'] = 'ACTIVE'\n" + code) == "ACTIVE"
+
+
+def test_they_look_for_a_while_before_they_sleep() -> None:
+    code = "import coalesce, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    assert probe(code) == kernels.LOOKS
+    assert probe("import os; os.environ['GOMP_SPINCOUNT'] = '7'\n" + code) == "7"
+    assert probe("import os; os.environ['OMP_WAIT_POLICY'] = 'ACTIVE'\n" + code) in (
+        "None",
+        os.environ.get(kernels.SPIN),
+    )
+
+
+FAULTS = """
+import os, resource
+{before}
+from coalesce import kernels
+kept = kernels.keep_memory()
+import torch
+def pages():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+counts = []
+for _ in range(20):
+    start = pages()
+    torch.empty(12_000_000).fill_(1.0)
+    counts.append(pages() - start)
+print(kept, min(counts))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is asked")
+def test_memory_that_is_freed_stays() -> None:
+    """48 MB are 11,719 pages of 4 KiB, or fewer huge ones. The first blocks may not lie where the next ones can."""
+    kept, pages = probe(FAULTS.format(before="")).split()
+    assert (kept, int(pages)) == ("True", 0)
+
+
+@pytest.mark.parametrize("setting", ["MALLOC_TRIM_THRESHOLD_=1000", "GLIBC_TUNABLES=glibc.malloc.trim_threshold=1000"])
+def test_memory_is_left_to_a_user_who_says_how(setting: str) -> None:
+    name, _, value = setting.partition("=")
+    kept, pages = probe(FAULTS.format(before=f"os.environ[{name!r}] = {value!r}")).split()
+    assert kept == "False"
+    assert int(pages) > 0 or platform.libc_ver()[0] != "glibc"
 
 
 def test_it_is_said_before_torch_is_loaded() -> None:

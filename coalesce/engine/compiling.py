@@ -51,6 +51,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     """
     for prepare in PREPARE:
         prepare(module)
+    kernels.keep_memory()
     key = _signature(module, inputs)
     if key not in _compiled:
         preparing.finish()
