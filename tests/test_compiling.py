@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -71,3 +73,58 @@ def test_code_is_kept_on_disk_for_each_number_of_threads(empty_cache: None, monk
     # the kept code is the code
     assert found[2].equal(found[0])
     assert found[3].equal(found[1])
+
+
+def graph_of(factor: float) -> tuple[fx.GraphModule, list[Tensor]]:
+    x = torch.linspace(-1, 1, 60)
+    return make_fx(lambda x: (torch.softmax(x * factor, -1),))(x), [x]
+
+
+def test_graphs_that_are_compiled_together(empty_cache: None) -> None:
+    """The second one is lowered before the first one's kernels are waited for; then both do what they should."""
+    events: list[str] = []
+    original = AsyncCompile._wait_futures
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_threads=2):
+        patch.setattr(AsyncCompile, "_wait_futures", lambda *a: (events.append("waited"), original(*a))[1])
+        with compiling.together(torch.device("cpu")):
+            found = []
+            for factor in (2.0, 3.0):
+                module, inputs = graph_of(factor)
+                found.append(compile_graph(module, inputs))
+                events.append("lowered")
+    assert events == ["lowered", "lowered", "waited", "waited"]
+    for factor, run in zip((2.0, 3.0), found, strict=True):
+        module, inputs = graph_of(factor)
+        torch.testing.assert_close(run(*inputs), module(*inputs))
+
+
+def test_what_failed_together_is_not_kept(empty_cache: None) -> None:
+    """Kernels that nobody waited for are no functions: whoever wants the same graph later compiles it anew."""
+    module, inputs = graph_of(2.0)
+    before = AsyncCompile.wait
+
+    def interrupted() -> None:
+        with compiling.together(torch.device("cpu")):
+            compile_graph(module, inputs)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert compiling.compilations() == 0
+    assert AsyncCompile.wait is before
+    torch.testing.assert_close(compile_graph(module, inputs)(*inputs), module(*inputs))
+
+
+def test_the_table_of_dtypes_is_made_once(empty_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one object, but torch 2.13.0 makes it anew for each operation: if not, torch is mended and ours can go."""
+    made: list[object] = []
+    original = DtypePropagationOpsHandler.__init__
+    monkeypatch.setattr(DtypePropagationOpsHandler, "__init__", lambda self: (made.append(self), original(self))[1])
+    counted = DtypePropagationOpsHandler.__init__
+    module, inputs = graph_of(2.0)
+    compile_graph(module, inputs)
+    assert len(made) == 1
+    assert DtypePropagationOpsHandler.__init__ is counted
+    made.clear()
+    torch._inductor.compile(*graph_of(3.0))
+    assert len(made) > 5

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.loop_body import LoopBody
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -57,7 +58,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         preparing.finish()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
-        with torch.no_grad(), _without_loads_that_are_none():
+        with torch.no_grad(), _without_loads_that_are_none(), _rules_made_once():
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
             # there what it has made, only where shapes might be symbols, as for torch.compile: so the examples are fake
             # tensors of a mode that has them. Here none is one, and nothing is guarded. The number of threads stands in
@@ -66,6 +67,42 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
             options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
             _compiled[key] = torch._inductor.compile(module, examples, options=options)
     return _compiled[key]
+
+
+@contextmanager
+def together(device: torch.device) -> Iterator[None]:
+    """Have the C++ compiler build one graph's kernels while the next graph is lowered.
+
+    What `compile_graph` returns meanwhile may be called only afterwards. TorchInductor starts the C++ compiler beside
+    itself, but ends each graph by waiting for its kernels; here that is done for all graphs at the end. AsyncCompile is
+    private; tried on torch 2.13.0. On other devices, where kernels are timed while they are built, nothing changes.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    # here, since the import starts processes
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = set(_compiled)
+    waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
+    original = AsyncCompile.wait
+
+    def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        waiting.append((self, scope))
+
+    AsyncCompile.wait = wait  # type: ignore[method-assign]
+    try:
+        try:
+            yield
+        finally:
+            AsyncCompile.wait = original  # type: ignore[method-assign]
+        for compiler, scope in waiting:
+            original(compiler, scope)
+    except BaseException:
+        # their kernels are not there
+        for key in set(_compiled) - before:
+            del _compiled[key]
+        raise
 
 
 @contextmanager
@@ -90,6 +127,28 @@ def _without_loads_that_are_none() -> Iterator[None]:
         yield
     finally:
         LoopBody.get_read_expr = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _rules_made_once() -> Iterator[None]:
+    """Have TorchInductor make its table of dtypes once for a graph. Tried on torch 2.13.0.
+
+    The table is one object of the process, which is asked for with each operation that is written, and made anew each
+    time: a fifth of the compiler's Python for a small GPT.
+    """
+    original, made = DtypePropagationOpsHandler.__init__, False
+
+    def __init__(self: DtypePropagationOpsHandler) -> None:
+        nonlocal made
+        if not made:
+            original(self)
+            made = True
+
+    DtypePropagationOpsHandler.__init__ = __init__  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DtypePropagationOpsHandler.__init__ = original  # type: ignore[method-assign]
 
 
 def lift_constants(module: fx.GraphModule) -> list[Tensor]:

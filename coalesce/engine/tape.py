@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, fx, nn
 
-from coalesce.engine.compiling import Runner, compile_graph
+from coalesce.engine.compiling import Runner, compile_graph, together
 from coalesce.engine.trace import example, is_view
 
 #: Elements per lane from which a value that follows from the keys alone is rather computed again than kept.
@@ -58,10 +58,14 @@ class Tape:
         (output,) = (n for n in module.graph.nodes if n.op == "output")
         results = list(output.args[0])
         self._calls: list[tuple[Callable[..., Sequence[Tensor]], list[int], list[int], list[int]]] = []
-        for i, segment in enumerate(self.segments):
-            run: Runner = segment.module
-            if compile:
-                run = compile_graph(segment.module, [examples.get(n, example(n)) for n in segment.inputs])
+        runners: list[Runner] = [segment.module for segment in self.segments]
+        if compile:
+            with together(inputs[0].device):
+                runners = [
+                    compile_graph(segment.module, [examples.get(n, example(n)) for n in segment.inputs])
+                    for segment in self.segments
+                ]
+        for i, (segment, run) in enumerate(zip(self.segments, runners, strict=True)):
             for node in segment.outputs:
                 place[node] = len(place)
             done = [n for n in segment.inputs if last_use[n] == i and n not in examples and n not in results]
