@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,13 @@ def test_graphs_that_are_compiled_together(empty_cache: None) -> None:
     """The second one is lowered before the first one's kernels are waited for; then both do what they should."""
     events: list[str] = []
     original = AsyncCompile._wait_futures
+
+    def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        events.append("waited")
+        original(self, scope)
+
     with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(compile_threads=2):
-        patch.setattr(AsyncCompile, "_wait_futures", lambda *a: (events.append("waited"), original(*a))[1])
+        patch.setattr(AsyncCompile, "_wait_futures", wait)
         with compiling.together(torch.device("cpu")):
             found = []
             for factor in (2.0, 3.0):
@@ -119,12 +125,18 @@ def test_the_table_of_dtypes_is_made_once(empty_cache: None, monkeypatch: pytest
     """It is one object, but torch 2.13.0 makes it anew for each operation: if not, torch is mended and ours can go."""
     made: list[object] = []
     original = DtypePropagationOpsHandler.__init__
-    monkeypatch.setattr(DtypePropagationOpsHandler, "__init__", lambda self: (made.append(self), original(self))[1])
+
+    def make(self: DtypePropagationOpsHandler) -> None:
+        made.append(self)
+        original(self)
+
+    monkeypatch.setattr(DtypePropagationOpsHandler, "__init__", make)
     counted = DtypePropagationOpsHandler.__init__
     module, inputs = graph_of(2.0)
     compile_graph(module, inputs)
     assert len(made) == 1
     assert DtypePropagationOpsHandler.__init__ is counted
     made.clear()
-    torch._inductor.compile(*graph_of(3.0))
+    module, inputs = graph_of(3.0)
+    torch._inductor.compile(module, [*inputs])
     assert len(made) > 5
