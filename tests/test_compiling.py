@@ -140,3 +140,22 @@ def test_the_table_of_dtypes_is_made_once(empty_cache: None, monkeypatch: pytest
     module, inputs = graph_of(3.0)
     torch._inductor.compile(module, [*inputs])
     assert len(made) > 5
+
+
+def test_what_is_compiled_while_another_graph_is_prepared_can_be_called(
+    empty_cache: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the cell of an operator that loops is."""
+    inner, inputs = graph_of(2.0)
+    found: list[Tensor] = []
+
+    def prepare(module: fx.GraphModule) -> None:
+        if module is not inner:
+            found.extend(compile_graph(inner, inputs)(*inputs))
+
+    monkeypatch.setattr(compiling, "PREPARE", [prepare])
+    outer, _ = graph_of(3.0)
+    with torch._inductor.config.patch(compile_threads=2), compiling.together(torch.device("cpu")):
+        run = compile_graph(outer, inputs)
+    torch.testing.assert_close(found, [*inner(*inputs)])
+    torch.testing.assert_close(run(*inputs), outer(*inputs))

@@ -33,6 +33,7 @@ _UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "rea
 PREPARE: list[Callable[[fx.GraphModule], None]] = []
 
 _compiled: dict[str, Runner] = {}
+_wanted_at_once = False
 
 
 def compilations() -> int:
@@ -50,8 +51,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     Returns:
         A function of the same inputs.
     """
-    for prepare in PREPARE:
-        prepare(module)
+    with _at_once():
+        for prepare in PREPARE:
+            prepare(module)
     kernels.keep_memory()
     key = _signature(module, inputs)
     if key not in _compiled:
@@ -67,6 +69,17 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
             options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
             _compiled[key] = torch._inductor.compile(module, examples, options=options)
     return _compiled[key]
+
+
+@contextmanager
+def _at_once() -> Iterator[None]:
+    """Here graphs are compiled and called while another one is prepared: `together` does not put off their kernels."""
+    global _wanted_at_once
+    before, _wanted_at_once = _wanted_at_once, True
+    try:
+        yield
+    finally:
+        _wanted_at_once = before
 
 
 @contextmanager
@@ -88,7 +101,10 @@ def together(device: torch.device) -> Iterator[None]:
     original = AsyncCompile.wait
 
     def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        waiting.append((self, scope))
+        if _wanted_at_once:
+            original(self, scope)
+        else:
+            waiting.append((self, scope))
 
     AsyncCompile.wait = wait  # type: ignore[method-assign]
     try:
