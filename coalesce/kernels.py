@@ -10,7 +10,7 @@ does without, but waking takes as long as such a loop: so they spin for a little
 
 glibc gives memory at the end of its heap back to the system when it is freed, and gets every large block from there. A
 step frees what it allocates, so that the next one is given new pages, of which each is a fault and is filled with
-zeros first: up to a third of a small model's step. What a process that compiles steps has freed stays with it instead.
+zeros first. What a process that compiles steps has freed stays with it instead.
 
 Nothing here imports torch at the top: it must be said before torch is loaded.
 """
@@ -28,7 +28,8 @@ from typing import Any
 VARIABLE, STRICT = "MKL_CBWR", "AUTO,STRICT"
 
 #: What OpenMP reads when it is loaded; and GNU's, which torch's wheels bring along, how often a thread looks before it
-#: sleeps: about a tenth of a millisecond (`python -m benchmarks.step --threads 2 --env GOMP_SPINCOUNT=0`).
+#: sleeps: long enough for most of a step's waits, and short beside what the system takes to wake it
+#: (`python -m benchmarks.step --threads 2 --env GOMP_SPINCOUNT=0 GOMP_SPINCOUNT=30000`).
 WAIT, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
 SPIN, LOOKS = "GOMP_SPINCOUNT", "3000"
 

@@ -150,7 +150,7 @@ def _rules_made_once() -> Iterator[None]:
     """Have TorchInductor make its table of dtypes once for a graph. Tried on torch 2.13.0.
 
     The table is one object of the process, which is asked for with each operation that is written, and made anew each
-    time: a fifth of the compiler's Python for a small GPT.
+    time.
     """
     original, made = DtypePropagationOpsHandler.__init__, False
 
