@@ -2,14 +2,16 @@
 
     python -m benchmarks.step [--task Digits] [--batch-size 64] [--lanes 64] [--threads 1]
                               [--compile] [--beside FOLDER ...] [--env NAME=VALUE ...] [--realize 4 10 30]
+                              [--worth 0 1000000000]
 
 Milliseconds per step, by the clock and by the processor; with `--compile` also processor seconds to trace and compile,
 from a compiler's cache that has been used but not for this graph, and once more from one that has it.
 
 What is compared has a process each, and their steps take turns, so that whatever else the machine does disturbs them
 alike: this checkout, others (`--beside`, each a folder), this one in other environments (`--env`, each one or more
-pairs "NAME=VALUE NAME=VALUE") or with one option of the compiler (`--realize`). `ratio` is a step's time over that of
-the first row in the same round: median, least and most.
+pairs "NAME=VALUE NAME=VALUE"), with one option of the compiler (`--realize`), or with lanes that are shared out among
+the threads from another size on (`--worth`, bytes of a share; a large number: never). `ratio` is a step's time over
+that of the first row in the same round: median, least and most.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 class Variant(NamedTuple):
-    """What has a row: the checkout, what is set in its environment, and the compiler's threshold."""
+    """What has a row: the checkout, what is set in its environment, the compiler's threshold, and a share's bytes."""
 
     name: str
     folder: Path = HERE
     environment: tuple[tuple[str, str], ...] = ()
     realize: int | None = None
+    worth: int | None = None
 
 
 def processor_s() -> float:
@@ -48,7 +51,7 @@ def processor_s() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def build(task: str, batch_size: int, lanes: int, realize: int | None) -> tuple[Any, float]:
+def build(task: str, batch_size: int, lanes: int, realize: int | None, worth: int | None = None) -> tuple[Any, float]:
     """The lanes of a sweep, compiled anew, and the processor seconds that it took."""
     from coalesce.configuration import make_experiments, rides
     from coalesce.engine import compiling
@@ -60,19 +63,23 @@ def build(task: str, batch_size: int, lanes: int, realize: int | None) -> tuple[
     config = {**base, "steps": 10**6, "batch_size": batch_size, "seed": 0}
     experiments, _ = make_experiments(config, {"seed": range(lanes)})
     (cohort,) = group(experiments, rides)
+    if worth is not None:
+        from coalesce.engine import shares
+
+        shares.WORTH = worth
     stack = Lanes(Template(cohort), lanes)
     for lane, experiment in enumerate(experiments):
         stack.fill(lane, experiment)
     compiling._compiled.clear()
     if realize is not None:
-        for options in (compiling._OPTIONS, compiling._UNDRAWN):
+        for options in (compiling._DRAWN, compiling._UNDRAWN):
             options["realize_opcount_threshold"] = realize
     started = processor_s()
     stack.prepare_step()
     return stack, processor_s() - started
 
 
-def work(options: argparse.Namespace, realize: int | None) -> None:
+def work(options: argparse.Namespace) -> None:
     """A variant's process: compile, say what that took, and for each line of the input take that many steps."""
     from coalesce import kernels
 
@@ -84,7 +91,8 @@ def work(options: argparse.Namespace, realize: int | None) -> None:
     torch.set_num_threads(options.threads)
     cache = fresh_inductor_cache() if options.compile else contextlib.nullcontext()
     with torch._inductor.config.patch(compile_threads=1), cache:
-        sweep = options.task, options.batch_size, options.lanes, realize
+        (realize,), (worth,) = options.realize or [None], options.worth or [None]
+        sweep = options.task, options.batch_size, options.lanes, realize, worth
         seconds = []
         if options.compile:
             # the first compilation of a process probes the processor
@@ -103,9 +111,10 @@ def work(options: argparse.Namespace, realize: int | None) -> None:
 
 def start(variant: Variant, arguments: list[str], home: str) -> subprocess.Popen[str]:
     """A variant's process."""
-    realize = [] if variant.realize is None else ["--realize", str(variant.realize)]
+    own = {"--realize": variant.realize, "--worth": variant.worth}
+    settings = [text for name, value in own.items() if value is not None for text in (name, str(value))]
     environment = {**os.environ, **dict(variant.environment), "PYTHONPATH": str(variant.folder)}
-    command = [sys.executable, "-W", "ignore", __file__, "--work", *arguments, *realize]
+    command = [sys.executable, "-W", "ignore", __file__, "--work", *arguments, *settings]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=home, env=environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -127,6 +136,7 @@ def variants(options: argparse.Namespace) -> list[Variant]:
     """The rows, the first of which the others are compared with."""
     found = [] if options.realize else [Variant("this checkout")]
     found += [Variant(f"at realize {n}", realize=n) for n in options.realize]
+    found += [Variant(f"shares of {n} bytes", worth=n) for n in options.worth]
     found += [Variant(folder.name, folder.resolve()) for folder in options.beside]
     for pairs in options.env:
         environment = tuple((name, value) for name, _, value in (pair.partition("=") for pair in pairs.split()))
@@ -158,12 +168,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="of one turn")
     parser.add_argument("--compile", action="store_true", help="say what compiling takes: some minutes")
     parser.add_argument("--realize", type=int, nargs="+", default=[], help="thresholds to compare")
+    parser.add_argument("--worth", type=int, nargs="+", default=[], help="bytes of a share to compare")
     parser.add_argument("--beside", type=Path, nargs="+", default=[], help="other checkouts to compare")
     parser.add_argument("--env", nargs="+", default=[], metavar="NAME=VALUE", help="environments to compare")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        return work(options, *(options.realize or [None]))
+        return work(options)
     given = {name: getattr(options, name) for name in ("task", "batch_size", "lanes", "threads")}
     arguments = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     arguments += ["--compile"] if options.compile else []

@@ -10,7 +10,8 @@ does without, but waking takes as long as such a loop: so they spin for a little
 
 glibc gives memory at the end of its heap back to the system when it is freed, and gets every large block from there. A
 step frees what it allocates, so that the next one is given new pages, of which each is a fault and is filled with
-zeros first. What a process that compiles steps has freed stays with it instead.
+zeros first. What a process that compiles steps has freed stays with it instead. Threads get their memory from the same
+heap, since what they free of heaps of their own is given back whatever is asked.
 
 Nothing here imports torch at the top: it must be said before torch is loaded.
 """
@@ -34,8 +35,14 @@ WAIT, PASSIVE = "OMP_WAIT_POLICY", "PASSIVE"
 SPIN, LOOKS = "GOMP_SPINCOUNT", "3000"
 
 #: Parameters of glibc's mallopt, by their numbers in malloc.h: from how many free bytes on the heap's end goes back, by
-#: how many it grows beyond what is asked for, and how many blocks come straight from the system.
-_MALLOC = {"M_TRIM_THRESHOLD": (-1, 2**31 - 1), "M_TOP_PAD": (-2, 2**26), "M_MMAP_MAX": (-4, 0)}
+#: how many it grows beyond what is asked for, how many blocks come straight from the system, and how many heaps there
+#: are.
+_MALLOC = {
+    "M_TRIM_THRESHOLD": (-1, 2**31 - 1),
+    "M_TOP_PAD": (-2, 2**26),
+    "M_MMAP_MAX": (-4, 0),
+    "M_ARENA_MAX": (-8, 1),
+}
 
 #: How exactly products of float32 are computed, by torch's names: in float32, or as much faster as the device can.
 PRECISIONS = (EXACT := "highest", "high", "medium")

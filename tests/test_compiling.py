@@ -6,6 +6,8 @@ Oracle: the same function run as it is.
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from coalesce.engine import compiling
-from coalesce.engine.compiling import _OPTIONS, compile_graph
+from coalesce.engine.compiling import _DRAWN, compile_graph
 
 
 @pytest.mark.slow
@@ -38,7 +40,7 @@ def test_a_state_that_is_written_behind_fused_kernels() -> None:
     module = make_fx(step)(state.clone(), x)
     # if this does not raise, torch is mended and our mending can go
     with pytest.raises(InductorError, match="KeyError"):
-        torch._inductor.compile(copy.deepcopy(module), [state.clone(), x], options=_OPTIONS)
+        torch._inductor.compile(copy.deepcopy(module), [state.clone(), x], options=_DRAWN)
     run = compile_graph(module, [state.clone(), x])
     run(state, x)
     # float32, sums of 64 terms in another order
@@ -159,3 +161,27 @@ def test_what_is_compiled_while_another_graph_is_prepared_can_be_called(
         run = compile_graph(outer, inputs)
     torch.testing.assert_close(found, [*inner(*inputs)])
     torch.testing.assert_close(run(*inputs), outer(*inputs))
+
+
+def test_kernels_let_other_threads_run(empty_cache: None) -> None:
+    """TorchInductor's kernels of torch 2.13.0 keep the interpreter's lock: see `_unlocked`."""
+    assert compiling.kernels_unlock()
+    x = torch.linspace(-3, 3, 2**24)
+    run = compile_graph(
+        make_fx(lambda x: (x.tan().atan().tan().atan().exp().log().tan().atan(),))(torch.ones(2**24)), [x]
+    )
+    # one thread makes the call as long as it can be
+    (expected,) = run(x)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(run(x)[0]))
+    started = time.perf_counter()
+    thread.start()
+    longest, last = 0.0, time.perf_counter()
+    while thread.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    took = time.perf_counter() - started
+    assert torch.equal(found[0], expected)
+    # with the lock held, this thread would have waited for the whole kernel
+    assert took > 0.05
+    assert longest < took / 2

@@ -90,6 +90,17 @@ class Cut(coalesce.Task):
         return {"loss": F.cross_entropy(model(x), y)}
 
 
+class Layers(Cut):
+    """Layers that draw nothing."""
+
+    def model(self) -> nn.Module:
+        deep = [layer for _ in range(self.blocks) for layer in (nn.Linear(4, 4), nn.Tanh())]
+        return nn.Sequential(*deep, nn.Linear(4, 3)).to(self.dtype)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
 class Float32(Cut):
     dtype = torch.float32
 
@@ -127,6 +138,40 @@ def test_an_operation_of_several_results_is_done_again_as_a_whole() -> None:
     assert all(isinstance(n.meta["val"], Tensor) for segment in tape.segments for n in segment.inputs)
     (found,) = tape(*inputs)
     assert torch.equal(found, function(*inputs)[0])
+
+
+def test_what_each_update_needs_of_the_clock_is_computed_once() -> None:
+    """Adam's bias corrections and scheduled rates: as many numbers for many parameters as for few."""
+
+    def crossing(blocks: int) -> int:
+        experiments = [experiment(Layers, {"blocks": blocks}, "adamw", "cosine", seed=seed) for seed in (1, 2)]
+        lanes = lanes_of(experiments)
+        lanes.prepare_step()
+        front, *_ = segments(lanes)
+        return len(front.outputs)
+
+    assert crossing(6) == crossing(2)
+
+
+def test_what_is_written_in_between_is_not_computed_once() -> None:
+    """The same words for other numbers."""
+
+    def function(step: Tensor, x: Tensor) -> list[Tensor]:
+        return [step + 1, x * 2, step + 1, step + 2]
+
+    inputs = [torch.tensor([3, 4]), torch.ones(2)]
+    module = trace(function, inputs)
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    first, _, second, _ = output.args[0]
+    holder = next(iter(module.graph.nodes))
+    last = write(module.graph, holder, first, first)
+    # behind the write, as an update that reads it again
+    last.append(second)
+    tape = Tape(module, inputs, compile=False, cheap=[0])
+    before, _, after, other = tape(*inputs)
+    assert torch.equal(before, torch.tensor([4, 5]))
+    assert torch.equal(after, torch.tensor([5, 6]))
+    assert torch.equal(other, torch.tensor([6, 7]))
 
 
 @pytest.mark.parametrize("optimizer", [None, {"name": "adam", "clip_norm": 0.5}], ids=["sgd", "clipped adam"])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.loop_body import LoopBody
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,10 +25,13 @@ Runner = Callable[..., Sequence[Tensor]]
 # writes it to memory. Draws are chains of some hundred integer operations whose values are used two or three times, so
 # that the time to compile them grows like a power of the first number; with too few the step is slow. Both by
 # `python -m benchmarks.step --realize 4 12 20 30`.
-_OPTIONS = {"realize_opcount_threshold": 20}
+_DRAWN = {"realize_opcount_threshold": 20}
 # Where nothing is drawn: a parameter's new value, which is looked at and kept, is no larger than this, and would stand
 # in memory beside the gradient (`python -m benchmarks.memory --widths 1 --size 1024`: 0.24 in place of 0.15).
 _UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 40}
+
+# The code would look at each input's shape in every call; a tape is called with what it was compiled for.
+_OPTIONS = {"size_asserts": False}
 
 #: What is done to a graph before it is compiled: operators that loop are told to run compiled code themselves.
 PREPARE: list[Callable[[fx.GraphModule], None]] = []
@@ -60,13 +64,17 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         preparing.finish()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
-        with torch.no_grad(), _without_loads_that_are_none(), _rules_made_once():
+        with torch.no_grad(), _without_loads_that_are_none(), _rules_made_once(), _unlocked():
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
             # there what it has made, only where shapes might be symbols, as for torch.compile: so the examples are fake
             # tensors of a mode that has them. Here none is one, and nothing is guarded. The number of threads stands in
             # the code; as an option it stands in the cache's key too, in every version. Tried on torch 2.13.0.
             drawn = any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in module.graph.nodes)
-            options = {**(_OPTIONS if drawn else _UNDRAWN), "cpp.threads": torch.get_num_threads()}
+            options = {
+                **_OPTIONS,
+                **(_DRAWN if drawn else _UNDRAWN),
+                "cpp.threads": torch.get_num_threads(),
+            }
             _compiled[key] = torch._inductor.compile(module, examples, options=options)
     return _compiled[key]
 
@@ -143,6 +151,35 @@ def _without_loads_that_are_none() -> Iterator[None]:
         yield
     finally:
         LoopBody.get_read_expr = original  # type: ignore[method-assign]
+
+
+#: How TorchInductor's module of a C++ kernel calls it, and how it does here. The arguments are read under the
+#: interpreter's lock, and the kernel runs without it, as torch's own operations do.
+_CALL = "kernel({}); Py_RETURN_NONE;"
+_UNLOCKED_CALL = (
+    "struct Unlocked {{ PyThreadState* state = PyEval_SaveThread(); ~Unlocked() {{ PyEval_RestoreThread(state); }} }}; "
+    "[](auto... arguments) {{ Unlocked unlocked; kernel(arguments...); }}({}); Py_RETURN_NONE;"
+)
+
+
+def kernels_unlock() -> bool:
+    """Whether compiled kernels let other threads of Python run beside them: with a version of torch that calls them as
+    it is known here. Tried on torch 2.13.0."""
+    return getattr(CppPythonBindingsCodeCache, "call_entry_function", None) in (_CALL, _UNLOCKED_CALL)
+
+
+@contextmanager
+def _unlocked() -> Iterator[None]:
+    """Have kernels of the CPU let go of the interpreter's lock, which TorchInductor's hold while they run."""
+    if not kernels_unlock():
+        yield
+        return
+    original = CppPythonBindingsCodeCache.call_entry_function
+    CppPythonBindingsCodeCache.call_entry_function = _UNLOCKED_CALL
+    try:
+        yield
+    finally:
+        CppPythonBindingsCodeCache.call_entry_function = original
 
 
 @contextmanager

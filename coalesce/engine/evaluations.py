@@ -13,6 +13,7 @@ from coalesce.data import Data, gather
 from coalesce.engine.compiling import lift_constants
 from coalesce.engine.lane import lane_metrics, lane_outputs
 from coalesce.engine.pieces import cut_at
+from coalesce.engine.shares import Shares
 from coalesce.engine.step import State, part
 from coalesce.engine.summary import Evaluation, Part, Summaries
 from coalesce.engine.tape import Tape
@@ -39,7 +40,8 @@ class Evaluations:
 
     Args:
         template: of the cohort.
-        width: K.
+        shares: how the lanes are shared out.
+        width: K, of which results are given; the state has all lanes of all shares.
         names: of the whole state, in the order in which graphs take it.
         data: on the lanes' device; ``tables``: split → the folds' table there, where lanes train on folds.
         batch_size: samples per lane in one call.
@@ -50,6 +52,7 @@ class Evaluations:
     def __init__(
         self,
         template: Template,
+        shares: Shares,
         width: int,
         names: Sequence[str],
         data: Data,
@@ -59,7 +62,8 @@ class Evaluations:
         pieces: Sequence[str],
         lowerings: Mapping[str, str],
     ):
-        self.template, self.width, self.data, self.tables = template, width, data, tables
+        self.template, self.shares, self.width = template, shares, width
+        self.data, self.tables = data, tables
         self.batch_size, self.compile, self.pieces, self.lowerings = batch_size, compile, pieces, lowerings
         self.names = evaluated_names(template, names)
         self._summaries = Summaries(template)
@@ -117,22 +121,30 @@ class Evaluations:
         self.prepare(split, state)
         names, outputs = self.template.rehearsal.metrics, self.template.rehearsal.outputs
         run, constants = self._graphs[stop - start, self.template.has_own(split)]
-        with torch.no_grad():
-            found = run(*(state[n] for n in self.names), *self._batch(split, start, stop, state), *constants)
+        states = [*zip(*(self.shares.cut(state[n]) for n in self.names), strict=True)]
+        batches = self._batches(split, start, stop, state)
+
+        def evaluate(share: int) -> list[Tensor]:
+            with torch.no_grad():
+                return run(*states[share], *batches[share], *constants)
+
+        parts = self.shares.run(evaluate)
+        found = [torch.cat(each)[: self.width] if len(each) > 1 else each[0] for each in zip(*parts, strict=True)]
         metrics = {n: f.to(torch.float64) for n, f in zip(names, found[: len(names)], strict=True)}
         return metrics, dict(zip(outputs, found[len(names) :], strict=True))
 
-    def _batch(self, split: str, start: int, stop: int, state: State) -> list[Tensor]:
-        """The leaves of some samples: (size, …), or (K, size, …) where lanes have their own.
+    def _batches(self, split: str, start: int, stop: int, state: State) -> list[Sequence[Tensor]]:
+        """The leaves of some samples for each share: (size, …), or (lanes, size, …) where lanes have their own.
 
         A lane that has fewer gets its last one repeated.
         """
         if not self.template.has_own(split):
-            return [leaf[start:stop] for leaf in self.data.leaves(split)]
+            return [[leaf[start:stop] for leaf in self.data.leaves(split)]] * len(self.shares)
         rows, first, counts = self.tables[split]
         fold = state["lane/fold"]
         place = torch.minimum(torch.arange(start, stop, device=fold.device), counts[fold][:, None] - 1)
-        return [gather(leaf, rows[first[fold][:, None] + place]) for leaf in self.data.leaves("train")]
+        samples = self.shares.cut(rows[first[fold][:, None] + place])
+        return [[gather(leaf, mine) for leaf in self.data.leaves("train")] for mine in samples]
 
     def _build(self, size: int, own: bool, state: State) -> tuple[Tape, list[Tensor]]:
         """The graph that evaluates a batch of one size: the same for all lanes, or of each lane's own samples."""
@@ -153,10 +165,12 @@ class Evaluations:
             metrics, given = vmap(one, in_dims=(0, 0, 0, 0, 0, 0 if own else None))(*lanes, batch)
             return [*(metrics[n] for n in template.rehearsal.metrics), *(given[n] for n in outputs)]
 
-        shape = (self.width, size) if own else (size,)
+        shape = (self.shares.lanes, size) if own else (size,)
         leaves = [t.new_empty((*shape, *t.shape[1:])) for t in self.data.leaves("train")]
-        examples = [*(state[n] for n in names), *leaves]
+        examples = [*(self.shares.cut(state[n])[0] for n in names), *leaves]
         with cut_at(instance.model, self.pieces):
             module = trace(evaluate, examples)
         constants = lift_constants(module)
-        return Tape.of_lanes(module, [*examples, *constants], names, len(constants), self.compile), constants
+        with self.shares.prepare():
+            tape = Tape.of_lanes(module, [*examples, *constants], names, len(constants), self.compile)
+        return tape, constants

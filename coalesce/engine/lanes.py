@@ -6,17 +6,19 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.engine import preparing
+from coalesce.engine import compiling, preparing
 from coalesce.engine.evaluations import Evaluations
 from coalesce.engine.lane import observed, riding_hyperparameters
 from coalesce.engine.order import Order
 from coalesce.engine.pieces import choose
+from coalesce.engine.shares import Shares
 from coalesce.engine.step import build_step, part
 from coalesce.engine.summary import Evaluation
 from coalesce.engine.tape import Tape
@@ -59,6 +61,7 @@ class Lanes:
         pieces: names of the modules at which the graphs are cut into segments; None: see `pieces.choose`.
         lowerings: how convolutions are lowered, see `measure.choose_lowerings`; by itself as vmap does it.
         checkpoint: names of the modules that the backward pass computes again, see `pieces.recomputed`.
+        shared: whether compiled lanes are shared out among the threads of a CPU, see `shares`.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Lanes:
         pieces: Sequence[str] | None = None,
         lowerings: Mapping[str, str] | None = None,
         checkpoint: Sequence[str] = (),
+        shared: bool = True,
     ):
         if torch.device(device).type == "cpu" and not kernels.lanes_agree():
             warnings.warn(
@@ -85,10 +89,16 @@ class Lanes:
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
+        one = self._initial(template.experiment)
+        shared = shared and compile and self.device.type == "cpu" and compiling.kernels_unlock()
+        held = sum(t.nbytes for t in one.values()) + template.rehearsal.saved_bytes
+        self.shares = Shares(width, torch.get_num_threads(), held if shared else None)
         self.data = template.data.to(self.device)
         folds = template.folds
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
-        self.state = self._allocate()
+        # of all shares; the K lanes are the first ones
+        self._whole = self._allocate(one)
+        self.state = {name: value[:width] for name, value in self._whole.items()}
         self._steps: dict[int, tuple[Tape, list[Tensor]]] = {}
         self.order = Order(template.batches)
         # Where each lane stands, as far as the host knows: it must know which graph is due, and may not wait for the
@@ -99,7 +109,7 @@ class Lanes:
         #: What stands in each lane: the representative, until another is put there.
         self.held: list[Experiment] = [template.experiment] * width
         how = evaluate_batch_size, compile, self.pieces, self.lowerings
-        self._evaluations = Evaluations(template, width, [*self.state], self.data, self._tables, *how)
+        self._evaluations = Evaluations(template, self.shares, width, [*self.state], self.data, self._tables, *how)
         self._best: dict[str, Tensor] = {}
 
     def fill(self, lane: int, experiment: Experiment) -> None:
@@ -124,11 +134,13 @@ class Lanes:
                     preparing.begin(self.device.type)
                 with _short_batch(size, self.template.batches.size):
                     how = self.pieces, size, self.lowerings, self.checkpoint
-                    index = torch.zeros(self.width, size, dtype=torch.int64, device=self.device)
-                    module, constants = build_step(self.template, self.state, [index, *data], *how)
+                    index = torch.zeros(self.shares.lanes, size, dtype=torch.int64, device=self.device)
+                    state = {name: self.shares.cut(value)[0] for name, value in self._whole.items()}
+                    module, constants = build_step(self.template, state, [index, *data], *how)
                 shared = [*data, *constants]
-                inputs = [*self.state.values(), index, *shared]
-                tape = Tape.of_lanes(module, inputs, [*self.state], len(constants), self.compile)
+                with self.shares.prepare():
+                    inputs = [*state.values(), index, *shared]
+                    tape = Tape.of_lanes(module, inputs, [*state], len(constants), self.compile)
                 self._steps[size] = (tape, shared)
 
     def advance(self, count: int) -> None:
@@ -145,11 +157,19 @@ class Lanes:
         self._at = [(until, end) for (_, _, until, _), (_, end) in zip(lanes, self._at, strict=True)]
         if "lane/until" in self.state:
             torch.add(self.state["lane/step"], count, out=self.state["lane/until"])
+        # nobody is in the lanes that fill up the last share
+        lanes += [(0, 0, 0, lanes[0][-1])] * (self.shares.width - self.width)
+        states = [*zip(*(self.shares.cut(value) for value in self._whole.values()), strict=True)]
         for size, samples in self.order.calls(lanes, count):
-            run, shared = self._steps[size]
-            with torch.no_grad():
-                for index in samples.to(self.device, non_blocking=True):
-                    run(*self.state.values(), index, *shared)
+            indices = self.shares.cut(samples.to(self.device, non_blocking=True), 1)
+            self.shares.run(partial(self._take, size, states, indices))
+
+    def _take(self, size: int, states: Sequence[Sequence[Tensor]], indices: Sequence[Tensor], share: int) -> None:
+        """Take the steps of one share that have these samples, (steps, lanes, size)."""
+        run, shared = self._steps[size]
+        with torch.no_grad():
+            for index in indices[share]:
+                run(*states[share], index, *shared)
 
     def read(self) -> Reading:
         """Where the lanes stand."""
@@ -170,7 +190,7 @@ class Lanes:
 
     def prepare_evaluation(self, split: str) -> None:
         """Trace and compile what a split needs, unless that was done."""
-        self._evaluations.prepare(split, self.state)
+        self._evaluations.prepare(split, self._whole)
 
     def evaluate(self, split: str) -> dict[str, list[float]]:
         """Every metric of a split: the averages, and what the task's `summary` makes of its outputs.
@@ -192,7 +212,7 @@ class Lanes:
             best: of the states that `keep` kept, not of the present ones. Of a lane that has none nothing is to be
                 read.
         """
-        return self._evaluations.measure(split, self._kept() if best else self.state, self.held)
+        return self._evaluations.measure(split, self._kept() if best else self._whole, self.held)
 
     def summary(self, lane: int, split: str, evaluation: Evaluation) -> dict[str, float]:
         """What the task's `summary` makes of a lane's outputs; empty if it has none.
@@ -215,7 +235,7 @@ class Lanes:
         Returns:
             name → (K,) float64, and "output" and its name → (K, stop - start, …), on the lanes' device.
         """
-        metrics, outputs = self._evaluations.samples(split, start, stop, self.state)
+        metrics, outputs = self._evaluations.samples(split, start, stop, self._whole)
         return metrics | {f"output {n}".rstrip(): t for n, t in outputs.items()}
 
     def keep(self, lanes: Sequence[int]) -> None:
@@ -226,8 +246,8 @@ class Lanes:
 
     def _kept(self) -> dict[str, Tensor]:
         if not self._best:
-            self._best = {name: self.state[name].clone() for name in self._evaluations.names}
-            self._best |= {n: self.state[n] for n in self.state if n == "lane/fold"}
+            self._best = {name: self._whole[name].clone() for name in self._evaluations.names}
+            self._best |= {n: self._whole[n] for n in self._whole if n == "lane/fold"}
         return self._best
 
     def save(self, lanes: Sequence[int]) -> list[dict[str, Tensor]]:
@@ -331,7 +351,7 @@ class Lanes:
     @property
     def bytes(self) -> int:
         """Memory of the stacked state."""
-        return sum(t.nbytes for t in self.state.values())
+        return sum(t.nbytes for t in self._whole.values())
 
     def _initial(self, experiment: Experiment) -> dict[str, Tensor]:
         """One lane's state before its first step, in the order in which the graph takes it."""
@@ -366,11 +386,13 @@ class Lanes:
             state[f"train/{name}"] = torch.tensor(float("nan"), dtype=torch.float64)
         return state
 
-    def _allocate(self) -> dict[str, Tensor]:
-        one = self._initial(self.template.experiment)
-        one["lane/alive"] = torch.tensor(False)
+    def _allocate(self, one: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state of all shares' lanes, empty ones."""
+        one = {**one, "lane/alive": torch.tensor(False)}
         return {
-            name: value.to(self.device).expand(self.width, *value.shape).clone(memory_format=torch.contiguous_format)
+            name: value.to(self.device)
+            .expand(self.shares.width, *value.shape)
+            .clone(memory_format=torch.contiguous_format)
             for name, value in one.items()
         }
 

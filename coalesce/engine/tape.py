@@ -126,7 +126,13 @@ def cut(module: fx.GraphModule, cheap: set[fx.Node], lanes: int) -> list[Segment
             drawn.add(node)
     fixed = {n for n in drawn if not n.all_input_nodes}
     front = min(home.values()) - 1
-    for node in _clock(nodes, drawn - fixed, cheap | fixed, lanes):
+    clock = _clock(nodes, drawn - fixed, cheap | fixed, lanes)
+    for node in _merged(nodes, clock):
+        clock.remove(node)
+        drawn.remove(node)
+        nodes.remove(node)
+        del home[node]
+    for node in clock:
         home[node] = front
 
     def own(node: fx.Node, segment: int, copies: dict[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
@@ -184,6 +190,39 @@ def _clock(nodes: Sequence[fx.Node], drawn: set[fx.Node], known: set[fx.Node], l
         ):
             found.add(node)
     return found
+
+
+def _merged(nodes: Sequence[fx.Node], clock: set[fx.Node]) -> list[fx.Node]:
+    """Have what is computed of the clock several times be computed once: each parameter's update has its own rates and
+    bias corrections. The compiler would merge them within a kernel, but give each of them memory of its own.
+
+    Args:
+        nodes: of the graph, in their order.
+        clock: see `_clock`.
+
+    Returns:
+        Those that are no longer in the graph.
+    """
+    kept: dict[str, fx.Node] = {}
+    gone = []
+    for node in nodes:
+        if node in clock:
+            same = kept.setdefault(_spelled(node, clock), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                node.graph.erase_node(node)
+                gone.append(node)
+    return gone
+
+
+def _spelled(node: fx.Node, clock: set[fx.Node]) -> str:
+    """What a node computes, in words: of others it is named by name, of constants by what they are."""
+
+    def spell(other: fx.Node) -> str:
+        named = other in clock or other.op == "placeholder"
+        return f"%{other.name}" if named else _spelled(other, clock)
+
+    return f"{node.target} {fx.map_arg((node.args, node.kwargs), spell)!r}"
 
 
 def _segment(nodes: Sequence[fx.Node], home: dict[fx.Node, int], output: fx.Node) -> Segment:

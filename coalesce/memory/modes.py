@@ -252,7 +252,7 @@ def fill_lanes(
     base = {"task": dict(task), "optimizer": optimizer, "schedule": "constant", "steps": 10**6, "seed": 0}
     experiments, _ = make_experiments(base | {"batch_size": batch_size}, {"seed": range(width)})
     (cohort,) = group(experiments, rides)
-    lanes = Lanes(Template(cohort), width, device=device, compile=compile)
+    lanes = Lanes(Template(cohort), width, device=device, compile=compile, shared=False)
     for lane, experiment in enumerate(experiments):
         lanes.fill(lane, experiment)
     return lanes

@@ -1,0 +1,103 @@
+"""Lanes shared out among the processor's cores.
+
+Lanes know nothing of each other, so that no core has to wait for another one within a step: each has its own lanes, and
+goes through the whole graph of these few with one thread. Otherwise the threads would meet at the end of each of a
+step's many loops, and each loop would be too short for two.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from coalesce import kernels
+
+T = TypeVar("T")
+
+#: Fewest lanes of a share. The compiler's kernels for one lane differ from those for more in the last bit.
+LEAST = 2
+
+#: Fewest bytes that a share's lanes hold and keep for the backward pass. Between two kernels each thread needs the
+#: interpreter's lock, and where a step is short, to be woken for it costs more than the loops' meetings
+#: (`python -m benchmarks.step --threads 2 --worth 0 1000000000`).
+WORTH = 2**22
+
+
+class Shares:
+    """Into how many shares K lanes are cut, and how these run beside each other.
+
+    All have as many lanes, or each would want a graph of its own: so the last one may have some that nobody fills.
+
+    Args:
+        width: K.
+        threads: how many there are for all shares together.
+        bytes_per_lane: what a lane holds and keeps for its backward pass; None: it is not to be shared out. Then the
+            one share runs in the thread that asks.
+    """
+
+    def __init__(self, width: int, threads: int, bytes_per_lane: int | None):
+        least = width if bytes_per_lane is None else max(LEAST, -(-WORTH // max(1, bytes_per_lane)))
+        most = max(1, min(threads, width // least))
+        self.lanes = -(-width // most)
+        # of 17 lanes in 8 shares of 3 two would be empty
+        self.count = -(-width // self.lanes)
+        #: of each share
+        self.threads = max(1, threads // self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def width(self) -> int:
+        """Lanes of all shares, K at least."""
+        return self.count * self.lanes
+
+    def cut(self, tensor: Tensor, dim: int = 0) -> Sequence[Tensor]:
+        """The shares' parts of what has all their lanes in a dimension."""
+        return (tensor,) if self.count == 1 else tensor.split(self.lanes, dim)
+
+    def prepare(self) -> AbstractContextManager[None]:
+        """Here graphs are compiled for a share."""
+        return kernels.threads(self.threads)
+
+    def run(self, function: Callable[[int], T]) -> list[T]:
+        """Call a function with the number of each share, all at once, each in a thread of its own.
+
+        Returns:
+            What they gave, in the shares' order.
+
+        Raises:
+            Exception: what one of them raised, when all have ended.
+        """
+        if self.count == 1:
+            return [function(0)]
+        pool = _pool(self.count, self.threads)
+        ends = [pool.submit(function, share) for share in range(self.count)]
+        wait(ends)
+        return [end.result() for end in ends]
+
+
+@functools.cache
+def _pool(count: int, threads: int) -> ThreadPoolExecutor:
+    """Threads which each have so many of OpenMP's."""
+    pool, all_there = ThreadPoolExecutor(count, thread_name_prefix="lanes"), threading.Barrier(count)
+    mine = torch.get_num_threads()
+
+    def begin(_: int) -> None:
+        # asked for the first time in a thread, torch sets it to what was set last in any
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        # else one of them could begin twice, and another one never
+        all_there.wait()
+
+    list(pool.map(begin, range(count)))
+    # what was set last is also what threads begin with that the user starts later
+    torch.set_num_threads(mine)
+    return pool
