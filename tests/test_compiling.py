@@ -22,13 +22,13 @@ from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coalesce.engine import compiling
+from coalesce.engine import compiling, inductor
 from coalesce.engine.compiling import _DRAWN, compile_graph
 
 
 @pytest.mark.slow
 def test_a_state_that_is_written_behind_fused_kernels() -> None:
-    """TorchInductor of torch 2.13.0 raised a KeyError here: see `_without_loads_that_are_none`."""
+    """TorchInductor of torch 2.13.0 raised a KeyError here: see `inductor._none_for_no_load`."""
 
     def step(state: Tensor, x: Tensor) -> Tensor:
         inner = torch.softmax(state * x, -1)
@@ -164,8 +164,8 @@ def test_what_is_compiled_while_another_graph_is_prepared_can_be_called(
 
 
 def test_kernels_let_other_threads_run(empty_cache: None) -> None:
-    """TorchInductor's kernels of torch 2.13.0 keep the interpreter's lock: see `_unlocked`."""
-    assert compiling.kernels_unlock()
+    """TorchInductor's kernels of torch 2.13.0 keep the interpreter's lock: see `inductor._unlocked`."""
+    assert inductor.kernels_unlock()
     x = torch.linspace(-3, 3, 2**24)
     run = compile_graph(
         make_fx(lambda x: (x.tan().atan().tan().atan().exp().log().tan().atan(),))(torch.ones(2**24)), [x]

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 import torch._inductor
 from torch import Tensor, fx
-from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
-from torch._inductor.loop_body import LoopBody
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from coalesce import kernels
-from coalesce.engine import preparing
+from coalesce.engine import inductor, preparing
 
 Runner = Callable[..., Sequence[Tensor]]
 
@@ -64,7 +61,7 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
         preparing.finish()
         mode = FakeTensorMode(shape_env=ShapeEnv())
         examples: list[Any] = [mode.from_tensor(t, static_shapes=True) for t in inputs]
-        with torch.no_grad(), _without_loads_that_are_none(), _rules_made_once(), _unlocked():
+        with torch.no_grad(), inductor.mended():
             # torch._inductor.compile is private by its name and documented. It looks into its cache on disk, and keeps
             # there what it has made, only where shapes might be symbols, as for torch.compile: so the examples are fake
             # tensors of a mode that has them. Here none is one, and nothing is guarded. The number of threads stands in
@@ -127,81 +124,6 @@ def together(device: torch.device) -> Iterator[None]:
         for key in set(_compiled) - before:
             del _compiled[key]
         raise
-
-
-@contextmanager
-def _without_loads_that_are_none() -> Iterator[None]:
-    """Mend a fault of TorchInductor's for CPUs while a graph is compiled. Tried on torch 2.13.0.
-
-    Where kernels of one outer loop are fused, it asks how each user of an intermediate buffer reads it, to make the
-    buffer a local one. A copy into the state is a user too, since it must come later, but reads nothing of it; asking
-    raised a KeyError, and a step such as ``w.copy_(w - softmax(exp(softmax(w * x)) * x))`` was not compiled at all.
-    The answer here, None, is no contiguous read, so that this one buffer stays as it is.
-    """
-    original = LoopBody.get_read_expr
-
-    def get_read_expr(self: LoopBody, buffer_name: str) -> Any:
-        try:
-            return original(self, buffer_name)
-        except KeyError:
-            return None
-
-    LoopBody.get_read_expr = get_read_expr  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        LoopBody.get_read_expr = original  # type: ignore[method-assign]
-
-
-#: How TorchInductor's module of a C++ kernel calls it, and how it does here. The arguments are read under the
-#: interpreter's lock, and the kernel runs without it, as torch's own operations do.
-_CALL = "kernel({}); Py_RETURN_NONE;"
-_UNLOCKED_CALL = (
-    "struct Unlocked {{ PyThreadState* state = PyEval_SaveThread(); ~Unlocked() {{ PyEval_RestoreThread(state); }} }}; "
-    "[](auto... arguments) {{ Unlocked unlocked; kernel(arguments...); }}({}); Py_RETURN_NONE;"
-)
-
-
-def kernels_unlock() -> bool:
-    """Whether compiled kernels let other threads of Python run beside them: with a version of torch that calls them as
-    it is known here. Tried on torch 2.13.0."""
-    return getattr(CppPythonBindingsCodeCache, "call_entry_function", None) in (_CALL, _UNLOCKED_CALL)
-
-
-@contextmanager
-def _unlocked() -> Iterator[None]:
-    """Have kernels of the CPU let go of the interpreter's lock, which TorchInductor's hold while they run."""
-    if not kernels_unlock():
-        yield
-        return
-    original = CppPythonBindingsCodeCache.call_entry_function
-    CppPythonBindingsCodeCache.call_entry_function = _UNLOCKED_CALL
-    try:
-        yield
-    finally:
-        CppPythonBindingsCodeCache.call_entry_function = original
-
-
-@contextmanager
-def _rules_made_once() -> Iterator[None]:
-    """Have TorchInductor make its table of dtypes once for a graph. Tried on torch 2.13.0.
-
-    The table is one object of the process, which is asked for with each operation that is written, and made anew each
-    time.
-    """
-    original, made = DtypePropagationOpsHandler.__init__, False
-
-    def __init__(self: DtypePropagationOpsHandler) -> None:
-        nonlocal made
-        if not made:
-            original(self)
-            made = True
-
-    DtypePropagationOpsHandler.__init__ = __init__  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        DtypePropagationOpsHandler.__init__ = original  # type: ignore[method-assign]
 
 
 def lift_constants(module: fx.GraphModule) -> list[Tensor]:

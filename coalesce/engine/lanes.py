@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.engine import compiling, preparing
+from coalesce.engine import inductor, preparing
 from coalesce.engine.evaluations import Evaluations
 from coalesce.engine.lane import observed, riding_hyperparameters
 from coalesce.engine.order import Order
@@ -90,7 +90,7 @@ class Lanes:
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
         one = self._initial(template.experiment)
-        shared = shared and compile and self.device.type == "cpu" and compiling.kernels_unlock()
+        shared = shared and compile and self.device.type == "cpu" and inductor.kernels_unlock()
         held = sum(t.nbytes for t in one.values()) + template.rehearsal.saved_bytes
         self.shares = Shares(width, torch.get_num_threads(), held if shared else None)
         self.data = template.data.to(self.device)

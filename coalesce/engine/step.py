@@ -25,6 +25,9 @@ from coalesce.optim.options import apply, clip_value
 #: schedule, verdict (what the schedule made of the lane's evaluations), lane, train.
 State = Mapping[str, Tensor]
 
+#: Most entries of a parameter that is updated together with others.
+_SMALL = 2**12
+
 
 def part(state: State, prefix: str) -> dict[str, Any]:
     """The entries under a prefix, without it."""
@@ -71,8 +74,8 @@ def build_step(
 
     broken = []
     updates: dict[Any, fx.GraphModule] = {}
-    for name in reversed(template.trained):
-        broken.append(_place_update(template, name, state, graph, holders, results, updates))
+    for together in _together(template, state, results):
+        broken.append(_place_update(template, together, state, graph, holders, results, updates))
 
     any_broken, last = _any(graph, broken, list(graph.nodes)[-1])
     kept = [n for n in results if n.partition("/")[0] in ("train", "buffer")]
@@ -220,35 +223,63 @@ def clip_norm(gradients: Mapping[str, Tensor], clip: Tensor, pieces: Sequence[st
     return _by_piece(pieces, lambda g: g * _lanes(scale, g).to(g.dtype), gradients)
 
 
+def _together(template: Template, state: State, results: Mapping[str, fx.Node]) -> list[list[str]]:
+    """The trained parameters, from the last to the first, those together that are updated as one.
+
+    These are vectors of which the gradients are born in one segment: as many updates of some entries each would take
+    the compiler as long as those of the matrices, and at each step a loop of their own.
+    """
+    found: dict[Any, list[str]] = {}
+    for name in reversed(template.trained):
+        param, slots = state[f"trained/{name}"], _slots(state, name)
+        alike = all(state[f"slot/{slot}/{name}"].shape == param.shape for slot in slots)
+        small = param.dim() <= 2 and param[0].numel() <= _SMALL
+        key: Any = name
+        if template.optimizer.entrywise and small and alike:
+            segment = results[f"gradient/{name}"].meta.get("segment")
+            dtypes = param.dtype, *(state[f"slot/{slot}/{name}"].dtype for slot in slots)
+            group = group_of(template.optimizer, template.static_hyper, template.names[name])
+            key = segment, dtypes, slots, group
+        found.setdefault(key, []).append(name)
+    return [*found.values()]
+
+
+def _slots(state: State, name: str) -> tuple[str, ...]:
+    """The names of a parameter's slots."""
+    return tuple(n.split("/", 2)[1] for n in state if n.startswith("slot/") and n.split("/", 2)[2] == name)
+
+
 def _place_update(
     template: Template,
-    name: str,
+    names: Sequence[str],
     state: State,
     graph: fx.Graph,
     holders: Mapping[str, fx.Node],
     results: Mapping[str, fx.Node],
     traced: dict[Any, fx.GraphModule],
 ) -> fx.Node:
-    """Insert one parameter's update into the graph, and return the node that tells which lanes it broke (K,)."""
-    slots = [n for n in state if n.startswith("slot/") and n.split("/", 2)[2] == name]
+    """Insert the update of a parameter, or of several as one, into the graph, and return the node that tells which
+    lanes it broke (K,)."""
+    first = names[0]
+    slots = _slots(state, first)
     hyper = [n for n in results if n.startswith("now/") and n != "now/step"]
-    param = f"trained/{name}"
-    examples = [state[param], state[param], state["lane/alive"], state["lane/step"]]
-    examples += [state[n] for n in slots] + [state[f"optimizer/{n.removeprefix('now/')}"] for n in hyper]
-    group = group_of(template.optimizer, template.static_hyper, template.names[name])
-    slot_names = [n.split("/", 2)[1] for n in slots]
-    shape = tuple(state[param].shape), state[param].dtype, tuple(slot_names), group
+    params = [f"trained/{n}" for n in names]
+    moments = [f"slot/{slot}/{n}" for slot in slots for n in names]
+    examples = [state[n] for n in (*params, *params, "lane/alive", "lane/step", *moments)]
+    examples += [state[f"optimizer/{n.removeprefix('now/')}"] for n in hyper]
+    group = group_of(template.optimizer, template.static_hyper, template.names[first])
+    shape = tuple((tuple(state[n].shape), state[n].dtype) for n in params), slots, group
     if shape not in traced:
         hyper_names = [n.removeprefix("now/") for n in hyper]
 
         def update(*inputs: Tensor) -> list[Tensor]:
-            return _update(template, name, slot_names, hyper_names, *inputs)
+            return _update(template, names, slots, hyper_names, *inputs)
 
         traced[shape] = trace(update, examples)
-    gradient = results[f"gradient/{name}"]
-    arguments = [holders[param], gradient, results["good"], results["now/step"]]
-    arguments += [holders[n] for n in slots] + [results[n] for n in hyper]
-    (broken,) = insert_update(graph, traced[shape], arguments, [holders[param], *(holders[n] for n in slots)])
+    arguments = [holders[n] for n in params] + [results[f"gradient/{n}"] for n in names]
+    arguments += [results["good"], results["now/step"]]
+    arguments += [holders[n] for n in moments] + [results[n] for n in hyper]
+    (broken,) = insert_update(graph, traced[shape], arguments, [holders[n] for n in (*params, *moments)])
     return broken
 
 
@@ -259,43 +290,70 @@ def insert_update(
 
     Args:
         arguments: what it takes.
-        targets: the placeholders that its first results are written to, the parameter's first.
+        targets: the placeholders that its first results are written to: parameters and their slots.
 
     Returns:
         The nodes of its other results.
     """
     # Not before the last read of the parameter or of a view of it: what is read below the place where its gradient is
     # born (w.detach() in a lower layer) must still see the old value.
-    anchor = _latest(graph, [*arguments, *_readers(targets[0])])
+    anchor = _latest(graph, [*arguments, *(reader for target in targets for reader in _readers(target))])
     results, last = inline(graph, update, arguments, anchor)
     for target, value in zip(targets, results, strict=False):
         last = write(graph, target, value, last)
     return results[len(targets) :]
 
 
-def _update(template: Template, name: str, slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor) -> list[Tensor]:
-    """One parameter's update in all lanes.
+def _update(
+    template: Template, names: Sequence[str], slots: Sequence[str], hyper: Sequence[str], *inputs: Tensor
+) -> list[Tensor]:
+    """One parameter's update in all lanes, or that of several as one.
 
     An entry that would turn infinite or NaN keeps its last value, with its optimiser state, and its lane is told to
     have broken: so the state that a diverged lane is frozen in is finite, whichever layer broke first, and no second
     pass over the parameters is needed to find out. State that is not entry by entry the parameter's (Adafactor's rows)
     stands still in a lane that has broken.
     """
-    param, grad, good, step = inputs[:4]
-    state = dict(zip(slots, inputs[4 : 4 + len(slots)], strict=True))
-    riding = dict(zip(hyper, inputs[4 + len(slots) :], strict=True))
+    count = len(names)
+    params, grads = inputs[:count], inputs[count : 2 * count]
+    good, step = inputs[2 * count : 2 * count + 2]
+    rest = inputs[2 * count + 2 :]
+    held = {slot: rest[i * count : (i + 1) * count] for i, slot in enumerate(slots)}
+    riding = dict(zip(hyper, rest[len(slots) * count :], strict=True))
+    param, grad = _joined(params), _joined(grads)
+    state = {slot: _joined(tensors) for slot, tensors in held.items()}
 
     def one(param: Tensor, grad: Tensor, state: Any, riding: Any, step: Tensor) -> Any:
         values = hyperparameters(template.optimizer, template.static_hyper, riding)
-        return apply(template.optimizer, param, grad, state, values, template.names[name], step)
+        return apply(template.optimizer, param, grad, state, values, template.names[names[0]], step)
 
     new, moments = vmap(one)(param, grad, state, riding, step)
     sound = torch.isfinite(new)
     kept = sound & _lanes(good, sound)
-    broken = good & ~sound.reshape(sound.shape[0], -1).all(1)
+    broken = good & (~sound).reshape(sound.shape[0], -1).any(1)
     whole = good & ~broken
     masks = {n: kept if state[n].shape == param.shape else _lanes(whole, state[n]) for n in slots}
-    return [torch.where(kept, new, param), *(torch.where(masks[n], moments[n], state[n]) for n in slots), broken]
+    found = _parted(torch.where(kept, new, param), params)
+    for slot in slots:
+        found += _parted(torch.where(masks[slot], moments[slot], state[slot]), held[slot])
+    return [*found, broken]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One tensor as it is; of several (K, …) the entries of each lane in a row."""
+    return (
+        tensors[0]
+        if len(tensors) == 1
+        else torch.cat([t.flatten(1) if t.dim() > 1 else t[:, None] for t in tensors], 1)
+    )
+
+
+def _parted(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What `_joined` has made one, in its parts again."""
+    if len(like) == 1:
+        return [joined]
+    parts = joined.split([t[0].numel() for t in like], 1)
+    return [part.reshape(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def _finish(

@@ -20,6 +20,7 @@ class Adadelta(Optimizer):
     """Adadelta. State: ``square_avg`` of the gradients and ``acc_delta`` of the updates, like the parameter."""
 
     name: ClassVar[str] = "adadelta"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1.0),
         "rho": Hyper(0.9, low=0.0, high=1.0, text="share of the two mean squares that is kept"),

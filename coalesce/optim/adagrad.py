@@ -21,6 +21,7 @@ class Adagrad(Optimizer):
     """Adagrad. State: ``sum``, like the parameter, of the squared gradients."""
 
     name: ClassVar[str] = "adagrad"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1e-2),
         "lr_decay": Hyper(0.0, low=0.0, text="the rate of step t is divided by 1 + (t - 1) times this"),

@@ -32,6 +32,7 @@ class Adam(Optimizer):
     parameter."""
 
     name: ClassVar[str] = "adam"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1e-3),
         "betas": betas(0.9, 0.999),

@@ -21,6 +21,7 @@ class Adamax(Optimizer):
     """Adam by the infinity norm. State: ``exp_avg`` and ``exp_inf``, like the parameter."""
 
     name: ClassVar[str] = "adamax"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(2e-3),
         "betas": betas(0.9, 0.999),

@@ -222,6 +222,8 @@ class Optimizer(Rule):
     Attributes:
         rates: names of the hyperparameters that the schedule and the factors of `lr_factors` multiply.
         decays: names of those that are 0 for a parameter of `no_decay`.
+        entrywise: whether each entry of a parameter is updated from its own gradient and state alone, whatever the
+            parameter's shape is. Then small parameters may be updated as one.
     """
 
     #: The options that came after the first version (see `common.OPTIONS`).
@@ -234,6 +236,7 @@ class Optimizer(Rule):
     }
     rates: ClassVar[tuple[str, ...]] = ("lr",)
     decays: ClassVar[tuple[str, ...]] = ("weight_decay",)
+    entrywise: ClassVar[bool] = False
 
     @classmethod
     def init(cls, param: Tensor, hyper: Mapping[str, Any]) -> State:

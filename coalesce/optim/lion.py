@@ -20,6 +20,7 @@ class Lion(Optimizer):
     """The sign of an interpolated momentum, with decoupled weight decay. State: ``exp_avg``, like the parameter."""
 
     name: ClassVar[str] = "lion"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1e-4),
         "betas": Hyper(

@@ -35,6 +35,7 @@ class NAdam(Optimizer):
     """
 
     name: ClassVar[str] = "nadam"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(2e-3),
         "betas": betas(0.9, 0.999),

@@ -32,6 +32,7 @@ class RAdam(Optimizer):
     its mean, rho, must exceed 5. State: ``exp_avg`` and ``exp_avg_sq``, like the parameter."""
 
     name: ClassVar[str] = "radam"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1e-3),
         "betas": betas(0.9, 0.999),

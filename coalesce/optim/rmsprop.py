@@ -24,6 +24,7 @@ class RMSprop(Optimizer):
     """
 
     name: ClassVar[str] = "rmsprop"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(1e-2),
         "alpha": Hyper(0.99, low=0.0, text="share of the mean square that is kept"),

@@ -21,6 +21,7 @@ class SGD(Optimizer):
     """
 
     name: ClassVar[str] = "sgd"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         "lr": learning_rate(0.1),
         "momentum": Hyper(0.0, low=0.0, text="share of the last update direction that is kept"),
