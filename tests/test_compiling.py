@@ -6,8 +6,6 @@ Oracle: the same function run as it is.
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from coalesce.engine import compiling, inductor
+from coalesce.engine import compiling
 from coalesce.engine.compiling import _DRAWN, compile_graph
 
 
@@ -161,27 +159,3 @@ def test_what_is_compiled_while_another_graph_is_prepared_can_be_called(
         run = compile_graph(outer, inputs)
     torch.testing.assert_close(found, [*inner(*inputs)])
     torch.testing.assert_close(run(*inputs), outer(*inputs))
-
-
-def test_kernels_let_other_threads_run(empty_cache: None) -> None:
-    """TorchInductor's kernels of torch 2.13.0 keep the interpreter's lock: see `inductor._unlocked`."""
-    assert inductor.kernels_unlock()
-    x = torch.linspace(-3, 3, 2**24)
-    run = compile_graph(
-        make_fx(lambda x: (x.tan().atan().tan().atan().exp().log().tan().atan(),))(torch.ones(2**24)), [x]
-    )
-    # one thread makes the call as long as it can be
-    (expected,) = run(x)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(run(x)[0]))
-    started = time.perf_counter()
-    thread.start()
-    longest, last = 0.0, time.perf_counter()
-    while thread.is_alive():
-        time.sleep(0.001)
-        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
-    took = time.perf_counter() - started
-    assert torch.equal(found[0], expected)
-    # with the lock held, this thread would have waited for the whole kernel
-    assert took > 0.05
-    assert longest < took / 2

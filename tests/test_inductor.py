@@ -1,0 +1,127 @@
+"""What is done to TorchInductor while a graph is compiled: that it still does what we think, and changes no result.
+
+Oracle: the same graph compiled without it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.codegen.cpp import CppVecKernel, OuterLoopFusedSchedulerNode
+from torch._inductor.utils import fresh_inductor_cache
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from coalesce.engine import inductor
+from coalesce.engine.compiling import compile_graph
+
+
+def kernels(function: Callable[..., Any], inputs: list[Tensor], how: AbstractContextManager[Any], folder: Path) -> Any:
+    """The C++ code of a function, and what it computes."""
+    folder.mkdir()
+    examples: list[Any] = [*inputs]
+    with fresh_inductor_cache(dir=str(folder)), torch.no_grad(), how:
+        run = torch._inductor.compile(make_fx(function)(*inputs), examples, options={"cpp.threads": 1})
+        found = run(*[t.clone() for t in inputs])
+        texts = [path.read_text() for path in sorted(folder.rglob("*.main.cpp"))]
+    # without the comments that say where it was
+    return sorted(re.sub(r"/[^\s\"]*\.h", "", text) for text in texts), found
+
+
+@pytest.mark.parametrize("columns", [64, 67])
+def test_only_empty_tails_are_left_out(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tails = []
+    original = CppVecKernel.__init__
+
+    def counted(self: Any, args: Any, threads: Any, factor: Any, index: Any, tail: Any = None) -> None:
+        tails.append(tail)
+        original(self, args, threads, factor, index, tail)
+
+    monkeypatch.setattr(CppVecKernel, "__init__", counted)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (torch.softmax(x.tanh(), -1),)
+
+    x = torch.linspace(-2, 2, 5 * columns).view(5, columns)
+    code, (found,) = kernels(function, [x], inductor._no_empty_tails(), tmp_path / "with")
+    some = [tail for tail in tails if tail is not None]
+    stock, (expected,) = kernels(function, [x], nullcontext(), tmp_path / "without")
+    assert code
+    assert code == stock
+    assert torch.equal(found, expected)
+    # the columns are what vectors run along
+    assert any(tail == columns % 8 or tail == columns % 16 for tail in some) == (columns == 67)
+    # what the user has set stands again
+    assert config.cpp.enable_loop_tail_vec
+
+
+def test_fusions_that_are_given_up_are_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of parameters of several sizes, and one number for each lane that follows."""
+    ends = []
+    original = OuterLoopFusedSchedulerNode.check_outer_fusion_loop_level_attr
+
+    def told(self: Any, kernels: Any, depth: int) -> bool:
+        ends.append(original(self, kernels, depth))
+        return ends[-1]
+
+    monkeypatch.setattr(OuterLoopFusedSchedulerNode, "check_outer_fusion_loop_level_attr", told)
+
+    def function(good: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        new = weight - 0.1 * gradient
+        broken = good & (~torch.isfinite(new)).any(1)
+        return torch.where(broken[:, None], weight, new), broken, good & ~broken
+
+    for size in (64, 5000):
+        generator = torch.Generator().manual_seed(0)
+        weight, gradient = (torch.randn(8, size, generator=generator) for _ in range(2))
+        inputs = [torch.arange(8) % 3 > 0, weight, gradient]
+        ends.clear()
+        _, expected = kernels(function, inputs, nullcontext(), tmp_path / f"without-{size}")
+        # if nothing is given up here, torch is mended and our mending can go
+        assert False in ends
+        ends.clear()
+        _, found = kernels(function, inputs, inductor._no_vain_fusions(), tmp_path / f"with-{size}")
+        assert False not in ends
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_afterwards_torch_is_as_it_was() -> None:
+    owners = inductor.LoopBody, inductor.TilingSelect, inductor.CppScheduling, inductor.CppPythonBindingsCodeCache
+    before = [dict(vars(owner)) for owner in owners]
+    with inductor.mended():
+        during = [dict(vars(owner)) for owner in owners]
+    assert all(a != b for a, b in zip(during, before, strict=True))
+    assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_kernels_let_other_threads_run() -> None:
+    """TorchInductor's kernels of torch 2.13.0 keep the interpreter's lock: see `inductor._unlocked`."""
+    assert inductor.kernels_unlock()
+    x = torch.linspace(-3, 3, 2**24)
+    run = compile_graph(
+        make_fx(lambda x: (x.tan().atan().tan().atan().exp().log().tan().atan(),))(torch.ones(2**24)), [x]
+    )
+    # one thread makes the call as long as it can be
+    (expected,) = run(x)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(run(x)[0]))
+    started = time.perf_counter()
+    thread.start()
+    longest, last = 0.0, time.perf_counter()
+    while thread.is_alive():
+        time.sleep(0.001)
+        longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+    took = time.perf_counter() - started
+    assert torch.equal(found[0], expected)
+    # with the lock held, this thread would have waited for the whole kernel
+    assert took > 0.05
+    assert longest < took / 2
