@@ -6,6 +6,7 @@ lowerings add up the same products in another order.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,7 +185,14 @@ def test_names_tell_shapes_and_settings_apart() -> None:
     assert len({str(_example(**change)) for change in ({}, *others)}) == 1 + len(others)
 
 
-def test_the_fastest_is_taken_if_it_clearly_is(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which choices are kept, an empty one."""
+    monkeypatch.setattr(measure, "cache_folder", lambda: tmp_path)
+    return tmp_path / "coalesce"
+
+
+def test_the_fastest_is_taken_if_it_clearly_is(nothing_kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {"a": Seen(_example(), 4, True)}
     seconds: dict[str, float] = {}
     monkeypatch.setattr(measure, "_lanes", lambda name, _: lambda *inputs: name)
@@ -196,7 +204,40 @@ def test_the_fastest_is_taken_if_it_clearly_is(monkeypatch: pytest.MonkeyPatch) 
         ((9.0, 2.0, 1.0), "columns"),
     ]:
         seconds |= dict(zip(("grouped", "single", "columns"), times, strict=True))
+        for file in nothing_kept.glob("*"):
+            file.unlink()
         assert measure.choose_lowerings(seen, 8, compile=False) == {"a": right}, times
+
+
+def test_a_choice_is_kept_for_the_next_run(nothing_kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the same shape, lanes and threads; and what stands in the file is not trusted."""
+    seen, asked = {"a": Seen(_example(), 4, True)}, []
+
+    def fastest(candidates: list[str], *how: object) -> str:
+        asked.append(how)
+        return "single"
+
+    monkeypatch.setattr(measure, "_fastest", fastest)
+    for _ in range(2):
+        assert measure.choose_lowerings(seen, 8) == {"a": "single"}
+    assert len(asked) == 1
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    measure.choose_lowerings(seen, 8)
+    measure.choose_lowerings(seen, 4)
+    measure.choose_lowerings(seen, 8, compile=False)
+    measure.choose_lowerings({"a": Seen(_example(), 4, False)}, 8)
+    assert len(asked) == 5
+    (*files,) = nothing_kept.glob("*.json")
+    assert len(files) == 5
+    for wrong in ('"no such lowering"', '["single"]', '{"single": 1}', "", "\x00"):
+        for file in files:
+            file.write_text(wrong)
+        asked.clear()
+        assert measure.choose_lowerings(seen, 8) == {"a": "single"}
+        assert len(asked) == 1
+    # what is asked for is not kept, and keeping it is not needed
+    monkeypatch.setattr(measure, "cache_folder", lambda: Path("/dev/null/no folder"))
+    assert measure.choose_lowerings(seen, 8) == {"a": "single"}
 
 
 def test_a_choice_that_cannot_be_done_is_vmaps_own() -> None:
@@ -217,9 +258,9 @@ def test_every_candidate_is_timed_forward_and_backward() -> None:
             assert [t.shape for t in found] == [(3, 4, 3, 3), *[(3, 4, 2, 6), (3, 3, 2, 3)][not needs :]]
 
 
-def test_what_is_compiled_is_timed_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operation by operation all but one take four times as long as the first; compiled, the last is the fastest."""
-    eager = dict(zip(("grouped", "single", "columns"), (1.0, 4.5, 3.5), strict=True))
+def test_what_is_compiled_is_timed_compiled(nothing_kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation by operation one takes too long to be compiled; compiled, the last is the fastest."""
+    eager = dict(zip(("grouped", "single", "columns"), (1.0, measure.HOPELESS + 0.1, 2.2), strict=True))
     compiled = {"grouped": 1.0, "columns": 0.5}
     monkeypatch.setattr(measure, "_lanes", lambda name, _: lambda *inputs: ("eager", name))
     monkeypatch.setattr(measure, "trace", lambda lane, _: lane()[1])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor
 from torch import Tensor, fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -40,6 +42,11 @@ _wanted_at_once = False
 def compilations() -> int:
     """How many graphs this process has compiled."""
     return len(_compiled)
+
+
+def cache_folder() -> Path:
+    """Where the compiler keeps on disk what it has made (``TORCHINDUCTOR_CACHE_DIR``)."""
+    return Path(cache_dir())
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from coalesce import kernels
-from coalesce.engine import inductor, preparing
+from coalesce.engine import preparing
 from coalesce.engine.evaluations import Evaluations
 from coalesce.engine.lane import observed, riding_hyperparameters
 from coalesce.engine.order import Order
 from coalesce.engine.pieces import choose
-from coalesce.engine.shares import Shares
+from coalesce.engine.shares import Shares, can_share
 from coalesce.engine.step import build_step, part
 from coalesce.engine.summary import Evaluation
 from coalesce.engine.tape import Tape
@@ -90,8 +90,8 @@ class Lanes:
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
         one = self._initial(template.experiment)
-        shared = shared and compile and self.device.type == "cpu" and inductor.kernels_unlock()
         held = sum(t.nbytes for t in one.values()) + template.rehearsal.saved_bytes
+        shared = shared and can_share(self.device, compile)
         self.shares = Shares(width, torch.get_num_threads(), held if shared else None)
         self.data = template.data.to(self.device)
         folds = template.folds

@@ -3,24 +3,33 @@
 Which lowering is the fastest cannot be told from the shape (see `rules.convolution`). So each shape is timed once while
 a run is planned, forward and backward, and as it will run: the compiler makes the columns in one pass, so that they
 gain far more by it than the others do. What was chosen stands in the plan, and decides the last bits of an experiment's
-numbers.
+numbers. It is also kept beside what the compiler keeps on disk, so that the next run on this machine asks nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
+import os
+import platform
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vjp, vmap
 
-from coalesce.engine.compiling import compile_graph
+from coalesce.engine.compiling import cache_folder, compile_graph
 from coalesce.engine.rules.lowerings import LOWERINGS, Lowering, Seen
 from coalesce.engine.trace import trace
+
+logger = logging.getLogger(__name__)
 
 #: vmap's own lowering, which needs no rule.
 GROUPED = "grouped"
@@ -41,8 +50,12 @@ TIMED_BYTES = 2**28
 #: For how long (seconds) the candidates are called in turns, and how often at the most.
 BUDGET_S, ROUNDS = 0.5, 25
 
-#: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled.
-HOPELESS = 4
+#: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled. Of eight
+#: shapes none gained more than 2.2 times by it that was slower than the others before.
+HOPELESS = 2.5
+
+#: What a choice depends on beside the shapes: raised when a lowering or the way to measure changes.
+_VERSION = 1
 
 
 def choose_lowerings(
@@ -56,7 +69,7 @@ def choose_lowerings(
 
     Args:
         convolutions: those of one lane, by name, as a plain step saw them.
-        width: lanes.
+        width: lanes of a graph; they run with the threads that there are now.
         device: where they will run.
         choice: "auto", or the name of the one that all of them take that it can do.
         compile: whether they will be compiled.
@@ -68,7 +81,11 @@ def choose_lowerings(
     for name, seen in convolutions.items():
         candidates = [n for n, lowering in LOWERINGS.items() if _fits(lowering, seen, width)]
         if choice == "auto":
-            found[name] = _fastest([GROUPED, *candidates], seen, width, torch.device(device), compile)
+            given = [GROUPED, *candidates], seen, width, torch.device(device), compile
+            kept = _kept(*given)
+            found[name] = kept or _fastest(*given)
+            if kept is None:
+                _keep(found[name], *given)
         else:
             found[name] = choice if choice in candidates else GROUPED
     return found
@@ -78,6 +95,34 @@ def _fits(lowering: Lowering, seen: Seen, width: int) -> bool:
     convolution = seen.convolution
     size = getattr(torch, convolution.dtype).itemsize
     return lowering.fits(convolution) and width * seen.batch * lowering.elements(convolution) * size <= MOST_BYTES
+
+
+def _kept(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> str | None:
+    """What was chosen before on this machine, if that is known."""
+    try:
+        found = json.loads(_place(candidates, seen, width, device, compile).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    # whatever stands there
+    return found if isinstance(found, str) and found in candidates else None
+
+
+def _keep(chosen: str, candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> None:
+    place = _place(candidates, seen, width, device, compile)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
+            json.dump(chosen, file)
+        os.replace(file.name, place)
+    except OSError:
+        logger.debug("a choice could not be kept", exc_info=True)
+
+
+def _place(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> Path:
+    """The file of one choice, by all that it may depend on."""
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node(), torch.get_num_threads()
+    facts = _VERSION, torch.__version__, device.type, where, candidates, seen, width, compile
+    return cache_folder() / "coalesce" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
 
 
 def _fastest(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from coalesce import kernels
+from coalesce.engine import inductor
 
 T = TypeVar("T")
 
@@ -28,6 +29,12 @@ LEAST = 2
 #: interpreter's lock, and where a step is short, to be woken for it costs more than the loops' meetings
 #: (`python -m benchmarks.step --threads 2 --worth 0 1000000000`).
 WORTH = 2**22
+
+
+def can_share(device: torch.device, compile: bool) -> bool:
+    """Whether lanes are shared out at all: where a CPU's compiled kernels let other threads run beside them. Operation
+    by operation the interpreter's lock is wanted all the time."""
+    return compile and device.type == "cpu" and inductor.kernels_unlock()
 
 
 class Shares:

@@ -11,6 +11,7 @@ from coalesce import kernels
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.measure import choose_lowerings
 from coalesce.engine.pieces import choose, matching, recomputed
+from coalesce.engine.shares import Shares, can_share
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError, nearest
 from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
@@ -239,7 +240,7 @@ def plan_cohort(
     most = widest(count, trainer)
     again = recomputed(template.model, trainer.checkpoint) if trainer.stack else ()
     # chosen once: what is measured below is measured with it
-    lowerings = _lowerings(template, trainer, most)
+    lowerings = _lowerings(template, trainer, most, footprint.state)
     if trainer.stack and trainer.width == "auto" and is_near(footprint, template, trainer, most, free):
         footprint = measure(footprint, template, trainer, _pieces(template, trainer, most), lowerings, again)
     width = fitting(footprint, count, trainer, free)
@@ -248,12 +249,22 @@ def plan_cohort(
     return PlannedCohort(template.cohort, width, *sizes, pieces, again, lowerings, template)
 
 
-def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
+def _lowerings(template: Template, trainer: Trainer, width: int, state: int) -> dict[str, str]:
+    """How convolutions are lowered in a graph of so many lanes, or of one thread's share of them.
+
+    Args:
+        state: bytes that a lane holds.
+    """
     if not trainer.stack:
         return {}
     with kernels.arithmetic(trainer.threads, trainer.matmul_precision):
         convolutions, how = template.rehearsal.convolutions, (trainer.device, trainer.convolution, trainer.compile)
-        return choose_lowerings(convolutions, width, *how)
+        held = (
+            state + template.rehearsal.saved_bytes if can_share(torch.device(trainer.device), trainer.compile) else None
+        )
+        shares = Shares(width, torch.get_num_threads(), held)
+        with shares.prepare():
+            return choose_lowerings(convolutions, shares.lanes, *how)
 
 
 def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]:
