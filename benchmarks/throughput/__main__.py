@@ -82,10 +82,13 @@ def bring_up(workload: Workload, names: Sequence[str], setup: Setup, console: Co
             shown = ", ".join(f"{name} {value:.1e}" for name, value in found.items())
             console.print(f"Losses of the first steps, largest relative difference from the first side's: {shown}")
             exact = workload.precision == "float32" and setup.place.matmul in (None, "highest")
-            tolerance = report.TOLERANCE if exact else report.COARSE
-            far = [name for name, value in found.items() if not value <= tolerance]
-            if far:
-                raise SideFailed(f"{', '.join(far)} trains something else: above {tolerance:.0e}")
+            for steps, tolerance in (
+                (report.EARLY, report.TOLERANCE if exact else report.COARSE),
+                (None, report.COARSE),
+            ):
+                far = [name for name, value in report.apart(sides, steps).items() if not value <= tolerance]
+                if far:
+                    raise SideFailed(f"{', '.join(far)} trains something else: above {tolerance:.0e}")
     except BaseException:
         for side in sides:
             side.close()
