@@ -50,8 +50,8 @@ TIMED_BYTES = 2**28
 #: For how long (seconds) the candidates are called in turns, and how often at the most.
 BUDGET_S, ROUNDS = 0.5, 25
 
-#: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled. Of eight
-#: shapes none gained more than 2.2 times by it that was slower than the others before.
+#: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled: that gains
+#: columns a factor of two or so on the others (`python -m benchmarks.convolution`).
 HOPELESS = 2.5
 
 #: What a choice depends on beside the shapes: raised when a lowering or the way to measure changes.
