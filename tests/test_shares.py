@@ -5,7 +5,10 @@ Oracle: the same lanes in one share, bit for bit; and what plain threads do.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -99,8 +102,43 @@ def test_an_error_is_raised_when_all_have_ended() -> None:
     assert ended == [1]
 
 
+def test_ctrl_c_is_heard_when_nobody_moves_the_lanes() -> None:
+    ended = []
+
+    def call(share: int) -> None:
+        if share == 0:
+            signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
+        ended.append(share)
+
+    with pytest.raises(KeyboardInterrupt):
+        Shares(4, 2, shares.WORTH).run(call)
+    assert sorted(ended) == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    torch.set_num_threads(2)
+    found = Shares(4, 2, shares.WORTH)
+    assert found.run(lambda share: share) == [0, 1]
+    child = os.fork()
+    if child == 0:
+        # not out of pytest's own ends
+        os._exit(found.run(lambda share: share) != [0, 1])
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the child waits for threads that are not there")
+    assert status == 0
+
+
 class Told(coalesce.Task):
-    """Linear-BatchNorm-Linear on 36 samples, with a metric, outputs, and three folds."""
+    """Linear-tanh-Linear on 36 samples, with a metric, outputs, and three folds."""
 
     def __init__(self, offset: float = 0.0):
         self.offset = offset
@@ -115,7 +153,7 @@ class Told(coalesce.Task):
         return [(np.concatenate([p for p in parts if p is not part]), part) for part in parts]
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(10, 33), nn.BatchNorm1d(33), nn.Linear(33, 3))
+        return nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 3))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -172,7 +210,7 @@ def test_shared_out_or_not_changes_no_bit(small_is_worth_it: None) -> None:
             steps=9 + i,
             seed=i,
             batch_size=10,
-            data={"fold": i % 3, "remainder": "short"},
+            data={"fold": i % 3},
         )
         for i in range(5)
     ]

@@ -8,6 +8,7 @@ step's many loops, and each loop would be too short for two.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -87,7 +88,12 @@ class Shares:
             return [function(0)]
         pool = _pool(self.count, self.threads)
         ends = [pool.submit(function, share) for share in range(self.count)]
-        wait(ends)
+        try:
+            wait(ends)
+        except BaseException:
+            # Ctrl-C: whoever hears of it finds lanes that nobody moves
+            wait(ends)
+            raise
         return [end.result() for end in ends]
 
 
@@ -108,3 +114,8 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
     # what was set last is also what threads begin with that the user starts later
     torch.set_num_threads(mine)
     return pool
+
+
+if hasattr(os, "register_at_fork"):
+    # threads are not forked along
+    os.register_at_fork(after_in_child=_pool.cache_clear)
