@@ -388,13 +388,11 @@ class Lanes:
 
     def _allocate(self, one: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of all shares' lanes, empty ones."""
-        one = {**one, "lane/alive": torch.tensor(False)}
-        return {
-            name: value.to(self.device)
-            .expand(self.shares.width, *value.shape)
-            .clone(memory_format=torch.contiguous_format)
-            for name, value in one.items()
-        }
+        found = {}
+        for name, value in {**one, "lane/alive": torch.tensor(False)}.items():
+            stacked = value.to(self.device).expand(self.shares.width, *value.shape)
+            found[name] = stacked.clone(memory_format=torch.contiguous_format)
+        return found
 
 
 @contextmanager

@@ -341,11 +341,7 @@ def _update(
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     """One tensor as it is; of several (K, …) the entries of each lane in a row."""
-    return (
-        tensors[0]
-        if len(tensors) == 1
-        else torch.cat([t.flatten(1) if t.dim() > 1 else t[:, None] for t in tensors], 1)
-    )
+    return tensors[0] if len(tensors) == 1 else torch.cat([t.reshape(len(t), -1) for t in tensors], 1)
 
 
 def _parted(joined: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
