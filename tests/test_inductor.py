@@ -94,6 +94,35 @@ def test_fusions_that_are_given_up_are_not_begun(tmp_path: Path, monkeypatch: py
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@torch.library.custom_op("coalesce_tests::turned", mutates_args=())
+def turned(x: Tensor) -> Tensor:
+    return x.t().clone(memory_format=torch.contiguous_format).t()
+
+
+@turned.register_fake
+def _(x: Tensor) -> Tensor:
+    # of other strides than the result's
+    return torch.empty_like(x)
+
+
+def test_what_operations_return_that_are_not_compiled_is_looked_at() -> None:
+    """Without this a wrong description of an operation would be wrong numbers."""
+    x = torch.arange(12.0).view(3, 4)
+    run = compile_graph(make_fx(lambda x: (turned(x) + x,), tracing_mode="fake")(x), [x])
+    with pytest.raises(AssertionError, match="stride"):
+        run(x)
+
+
+def test_a_tiling_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch before 2.13 gives it."""
+    monkeypatch.setattr(inductor.TilingSelect, "select_tiling", lambda self, functions, sizes: ([8], [1]))
+    with inductor._no_empty_tails():
+        for columns, left in ((64, False), (67, True)):
+            found: object = inductor.TilingSelect().select_tiling([], [((5, columns), ())])
+            assert found == ([8], [1])
+            assert config.cpp.enable_loop_tail_vec == left
+
+
 def test_afterwards_torch_is_as_it_was() -> None:
     owners = inductor.LoopBody, inductor.TilingSelect, inductor.CppScheduling, inductor.CppPythonBindingsCodeCache
     before = [dict(vars(owner)) for owner in owners]

@@ -20,6 +20,7 @@ from coalesce.engine.rules import Rules
 from coalesce.engine.rules.lowerings import LOWERINGS, Convolution, Seen
 from coalesce.engine.rules.mode import Notes
 from coalesce.engine.trace import trace
+from coalesce.kernels import products
 from coalesce.random import key_of
 
 KEYS = torch.stack([key_of(seed) for seed in (0, 1, 2)])
@@ -235,9 +236,19 @@ def test_a_choice_is_kept_for_the_next_run(nothing_kept: Path, monkeypatch: pyte
         asked.clear()
         assert measure.choose_lowerings(seen, 8) == {"a": "single"}
         assert len(asked) == 1
-    # what is asked for is not kept, and keeping it is not needed
-    monkeypatch.setattr(measure, "cache_folder", lambda: Path("/dev/null/no folder"))
-    assert measure.choose_lowerings(seen, 8) == {"a": "single"}
+    with products("medium"):
+        asked.clear()
+        measure.choose_lowerings(seen, 8)
+    assert len(asked) == 1
+    assert not [path for path in nothing_kept.iterdir() if path.suffix != ".json"]
+
+
+def test_a_choice_need_not_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be made."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    monkeypatch.setattr(measure, "_fastest", lambda *_: "single")
+    assert measure.choose_lowerings({"a": Seen(_example(), 4, True)}, 8) == {"a": "single"}
 
 
 def test_a_choice_that_cannot_be_done_is_vmaps_own() -> None:

@@ -23,7 +23,7 @@ import coalesce
 from coalesce.engine import shares
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.shares import Shares
-from engine_helpers import experiment, lanes_of
+from engine_helpers import experiment, lanes_of, template_of
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,10 @@ from engine_helpers import experiment, lanes_of
         (8, 1, 8, 1, 1),
         # of 17 lanes in 8 shares of 3 two would be empty
         (17, 16, 3, 6, 2),
+        (18, 16, 2, 9, 1),
         (8, 16, 2, 4, 4),
+        # a third share would have one lane of three, and one of four threads would have nothing to do
+        (7, 4, 4, 2, 2),
     ],
 )
 def test_how_lanes_are_shared_out(width: int, threads: int, lanes: int, count: int, each: int) -> None:
@@ -86,6 +89,28 @@ def test_shares_run_at_once_with_their_own_threads() -> None:
     other.start()
     other.join()
     assert seen == [4]
+
+
+def test_a_thread_that_cannot_be_started_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares._pool.cache_clear()
+    original = threading.Thread.start
+    started: list[threading.Thread] = []
+
+    def start(self: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        original(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Shares(4, 2, shares.WORTH).run(lambda share: share)
+    # else this would wait for the one that was started, which waits for the other one
+    for thread in started:
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    assert Shares(4, 2, shares.WORTH).run(lambda share: share) == [0, 1]
 
 
 def test_an_error_is_raised_when_all_have_ended() -> None:
@@ -170,6 +195,17 @@ class Told(coalesce.Task):
         return {"spread": float(outputs.std())}
 
 
+class Dropped(Told):
+    """The same with dropout, which keeps its mask."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.dropout = dropout
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 33), nn.Dropout(self.dropout), nn.Linear(33, 3))
+
+
 @pytest.fixture
 def small_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "WORTH", 0)
@@ -221,6 +257,23 @@ def test_shared_out_or_not_changes_no_bit(small_is_worth_it: None) -> None:
         found.append(history(lanes, experiments))
     # NaN is not equal to itself, but is written alike
     assert repr(found[0]) == repr(found[1])
+
+
+def test_who_comes_first_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that drops nothing keeps less for the backward pass."""
+    torch.set_num_threads(2)
+    found: list[int] = []
+    for rates in ((0.0, 0.5), (0.5, 0.0)):
+        experiments = [experiment(Dropped, {"dropout": rate}, seed=seed) for rate in rates for seed in range(4)]
+        template = template_of(experiments)
+        if not found:
+            # between what the two hold and keep
+            one = lanes_of(experiments)
+            kept = template.rehearsal.saved_bytes
+            monkeypatch.setattr(shares, "WORTH", 4 * (one.bytes // 8 + kept) + 1)
+        found.append(len(Lanes(template, 8).shares))
+        assert template.rehearsal.saved_bytes >= kept
+    assert found[0] == found[1]
 
 
 def test_lanes_that_are_not_compiled_are_in_one_share(small_is_worth_it: None) -> None:

@@ -18,6 +18,7 @@ import coalesce
 from coalesce.engine import step
 from coalesce.engine.lanes import Lanes
 from coalesce.optim import OPTIMIZERS
+from coalesce.optim.sgd import SGD
 from engine_helpers import experiment, lanes_of
 
 #: Rules that look at more of a parameter than one entry, and those with state of another shape than the parameter's.
@@ -94,6 +95,25 @@ def test_as_each_by_itself(
     assert lanes.read().alive == [True] * 3
     for key, value in lanes.state.items():
         torch.testing.assert_close(value, alone.state[key], rtol=1e-13, atol=1e-13, equal_nan=True)
+
+
+class Normed(SGD):
+    """An update of somebody else's, which looks at the whole parameter."""
+
+    name = "normed"
+
+    @classmethod
+    def update(cls, param: Tensor, grad: Tensor, state: Any, hyper: Any, step: Tensor) -> Any:
+        return super().update(param, grad / grad.norm(), state, hyper, step)
+
+
+def test_an_update_that_replaces_another_speaks_for_itself(
+    together: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "normed", Normed)
+    trained({"name": "normed"})
+    assert all(len(names) == 1 for names in together)
+    assert SGD.entrywise
 
 
 def test_parameters_of_two_groups_are_not_updated_as_one(together: list[list[str]]) -> None:

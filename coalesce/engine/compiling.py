@@ -29,9 +29,6 @@ _DRAWN = {"realize_opcount_threshold": 20}
 # in memory beside the gradient (`python -m benchmarks.memory --widths 1 --size 1024`: 0.24 in place of 0.15).
 _UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "realize_acc_reads_threshold": 40}
 
-# The code would look at each input's shape in every call; a tape is called with what it was compiled for.
-_OPTIONS = {"size_asserts": False}
-
 #: What is done to a graph before it is compiled: operators that loop are told to run compiled code themselves.
 PREPARE: list[Callable[[fx.GraphModule], None]] = []
 
@@ -75,7 +72,6 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
             # the code; as an option it stands in the cache's key too, in every version. Tried on torch 2.13.0.
             drawn = any(node.target is torch.ops.aten.bitwise_xor.Tensor for node in module.graph.nodes)
             options = {
-                **_OPTIONS,
                 **(_DRAWN if drawn else _UNDRAWN),
                 "cpp.threads": torch.get_num_threads(),
             }

@@ -15,6 +15,7 @@ from unittest.mock import patch
 from torch._inductor import config
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.codegen.cpp import CppScheduling, OuterLoopFusedSchedulerNode, TilingSelect
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.loop_body import LoopBody
 
@@ -34,7 +35,7 @@ _LONGER = 300
 def mended() -> Iterator[None]:
     """Here graphs are compiled with all of it."""
     with ExitStack() as stack:
-        for one in (_none_for_no_load, _rules_made_once, _unlocked, _no_empty_tails, _no_vain_fusions):
+        for one in (_none_for_no_load, _rules_made_once, _unlocked, _trusted, _no_empty_tails, _no_vain_fusions):
             stack.enter_context(one())
         yield
 
@@ -98,6 +99,14 @@ def _rules_made_once() -> AbstractContextManager[object]:
     return _replaced(DtypePropagationOpsHandler, "__init__", make)
 
 
+def _trusted() -> AbstractContextManager[object]:
+    """Have the code not look at the shape of each of its inputs in every call.
+
+    A tape is called with what it was compiled for. What operations return that are not compiled is looked at still.
+    """
+    return _replaced(PythonWrapperCodegen, "codegen_input_size_asserts", lambda _: lambda self: None)
+
+
 @contextmanager
 def _no_empty_tails() -> Iterator[None]:
     """Have no code written for what vectors leave over of a loop where they leave nothing.
@@ -109,13 +118,15 @@ def _no_empty_tails() -> Iterator[None]:
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def select_tiling(self: TilingSelect, functions: Any, sizes: Sequence[Any]) -> Any:
-            factors, loops, statistics = original(self, functions, sizes)
+            # and, from torch 2.13 on, statistics
+            found = original(self, functions, sizes)
+            factors, loops = found[:2]
             outer, inner = max(sizes, key=lambda pair: len(pair[1]))
             lengths = (*outer, *inner)
             left = any(lengths[i] % n != 0 for i, n in zip(loops, factors, strict=True))
             # this kernel's code is what is written next
             config.cpp.enable_loop_tail_vec = wanted and left
-            return factors, loops, statistics
+            return found
 
         return select_tiling
 

@@ -90,7 +90,7 @@ class Lanes:
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
         one = self._initial(template.experiment)
-        held = sum(t.nbytes for t in one.values()) + template.rehearsal.saved_bytes
+        held = sum(t.nbytes for t in one.values())
         shared = shared and can_share(self.device, compile)
         self.shares = Shares(width, torch.get_num_threads(), held if shared else None)
         self.data = template.data.to(self.device)

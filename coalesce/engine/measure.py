@@ -28,6 +28,7 @@ from torch.func import vjp, vmap
 from coalesce.engine.compiling import cache_folder, compile_graph
 from coalesce.engine.rules.lowerings import LOWERINGS, Lowering, Seen
 from coalesce.engine.trace import trace
+from coalesce.kernels import backends
 
 logger = logging.getLogger(__name__)
 
@@ -64,15 +65,17 @@ def choose_lowerings(
     device: torch.device | str = "cpu",
     choice: str = "auto",
     compile: bool = True,
+    lanes: int | None = None,
 ) -> dict[str, str]:
     """The fastest lowering of each convolution.
 
     Args:
         convolutions: those of one lane, by name, as a plain step saw them.
-        width: lanes of a graph; they run with the threads that there are now.
+        width: lanes that step at once.
         device: where they will run.
         choice: "auto", or the name of the one that all of them take that it can do.
         compile: whether they will be compiled.
+        lanes: how many run with the threads that there are now, in one graph; all by default.
 
     Returns:
         Name of the convolution → name of its lowering.
@@ -81,7 +84,7 @@ def choose_lowerings(
     for name, seen in convolutions.items():
         candidates = [n for n, lowering in LOWERINGS.items() if _fits(lowering, seen, width)]
         if choice == "auto":
-            given = [GROUPED, *candidates], seen, width, torch.device(device), compile
+            given = [GROUPED, *candidates], seen, lanes or width, torch.device(device), compile
             kept = _kept(*given)
             found[name] = kept or _fastest(*given)
             if kept is None:
@@ -100,7 +103,7 @@ def _fits(lowering: Lowering, seen: Seen, width: int) -> bool:
 def _kept(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> str | None:
     """What was chosen before on this machine, if that is known."""
     try:
-        found = json.loads(_place(candidates, seen, width, device, compile).read_text(encoding="utf-8"))
+        found: object = json.loads(_place(candidates, seen, width, device, compile).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     # whatever stands there
@@ -108,12 +111,14 @@ def _kept(candidates: list[str], seen: Seen, width: int, device: torch.device, c
 
 
 def _keep(chosen: str, candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> None:
-    place = _place(candidates, seen, width, device, compile)
     try:
+        place = _place(candidates, seen, width, device, compile)
         place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=place.parent, delete=False, encoding="utf-8") as file:
-            json.dump(chosen, file)
-        os.replace(file.name, place)
+        # whoever reads meanwhile finds all of it or nothing
+        with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+            whole = Path(folder) / place.name
+            whole.write_text(json.dumps(chosen), encoding="utf-8")
+            os.replace(whole, place)
     except OSError:
         logger.debug("a choice could not be kept", exc_info=True)
 
@@ -121,7 +126,7 @@ def _keep(chosen: str, candidates: list[str], seen: Seen, width: int, device: to
 def _place(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> Path:
     """The file of one choice, by all that it may depend on."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node(), torch.get_num_threads()
-    facts = _VERSION, torch.__version__, device.type, where, candidates, seen, width, compile
+    facts = _VERSION, torch.__version__, device.type, where, backends(), candidates, seen, width, compile
     return cache_folder() / "coalesce" / f"{hashlib.sha256(repr(facts).encode()).hexdigest()}.json"
 
 

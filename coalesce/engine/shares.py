@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
@@ -26,10 +26,11 @@ T = TypeVar("T")
 #: Fewest lanes of a share. The compiler's kernels for one lane differ from those for more in the last bit.
 LEAST = 2
 
-#: Fewest bytes that a share's lanes hold and keep for the backward pass. Between two kernels each thread needs the
-#: interpreter's lock, and where a step is short, to be woken for it costs more than the loops' meetings
-#: (`python -m benchmarks.step --threads 2 --worth 0 1000000000`).
-WORTH = 2**22
+#: Fewest bytes of state that a share's lanes hold. Between two kernels each thread needs the interpreter's lock, and
+#: where a step is short, to be woken for it costs more than the loops' meetings (`python -m benchmarks.step --threads 2
+#: --worth 0 1000000000`). Nothing but shapes decides: how lanes are shared out may show in the last bit, and must not
+#: depend on which experiment comes first.
+WORTH = 2**21
 
 
 def can_share(device: torch.device, compile: bool) -> bool:
@@ -46,16 +47,17 @@ class Shares:
     Args:
         width: K.
         threads: how many there are for all shares together.
-        bytes_per_lane: what a lane holds and keeps for its backward pass; None: it is not to be shared out. Then the
-            one share runs in the thread that asks.
+        bytes_per_lane: of a lane's state; None: it is not to be shared out. Then the one share runs in the thread that
+            asks.
     """
 
     def __init__(self, width: int, threads: int, bytes_per_lane: int | None):
         least = width if bytes_per_lane is None else max(LEAST, -(-WORTH // max(1, bytes_per_lane)))
         most = max(1, min(threads, width // least))
-        self.lanes = -(-width // most)
-        # of 17 lanes in 8 shares of 3 two would be empty
-        self.count = -(-width // self.lanes)
+        # By what a step takes, if threads of one share gain their number's root: of two a factor of 1.35 was seen. Of
+        # equal ones the fewest: of 17 lanes for 16 threads 6 shares of 3, and not 8, of which two would be empty.
+        self.count = min(range(1, most + 1), key=lambda n: -(-width // n) / (threads // n) ** 0.5)
+        self.lanes = -(-width // self.count)
         #: of each share
         self.threads = max(1, threads // self.count)
 
@@ -87,8 +89,9 @@ class Shares:
         if self.count == 1:
             return [function(0)]
         pool = _pool(self.count, self.threads)
-        ends = [pool.submit(function, share) for share in range(self.count)]
+        ends: list[Future[T]] = []
         try:
+            ends += [pool.submit(function, share) for share in range(self.count)]
             wait(ends)
         except BaseException:
             # Ctrl-C: whoever hears of it finds lanes that nobody moves
@@ -110,7 +113,12 @@ def _pool(count: int, threads: int) -> ThreadPoolExecutor:
         # else one of them could begin twice, and another one never
         all_there.wait()
 
-    list(pool.map(begin, range(count)))
+    try:
+        list(pool.map(begin, range(count)))
+    except BaseException:
+        # one of them could not be started: the others are not to wait for it
+        all_there.abort()
+        raise
     # what was set last is also what threads begin with that the user starts later
     torch.set_num_threads(mine)
     return pool

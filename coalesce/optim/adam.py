@@ -60,6 +60,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay. State: as Adam's."""
 
     name: ClassVar[str] = "adamw"
+    entrywise: ClassVar[bool] = True
     hyper: ClassVar[dict[str, Hyper]] = {
         **Adam.hyper,
         "weight_decay": weight_decay(1e-2, "share of the parameter, times the learning rate, taken off each step"),

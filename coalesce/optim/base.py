@@ -238,6 +238,12 @@ class Optimizer(Rule):
     decays: ClassVar[tuple[str, ...]] = ("weight_decay",)
     entrywise: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # another update is not entry by entry because the one was that it replaces
+        if "update" in vars(cls) and "entrywise" not in vars(cls):
+            cls.entrywise = False
+
     @classmethod
     def init(cls, param: Tensor, hyper: Mapping[str, Any]) -> State:
         """The named state of a parameter before the first step. Its names, shapes and dtypes are those of every lane.

@@ -250,7 +250,7 @@ def plan_cohort(
 
 
 def _lowerings(template: Template, trainer: Trainer, width: int, state: int) -> dict[str, str]:
-    """How convolutions are lowered in a graph of so many lanes, or of one thread's share of them.
+    """How convolutions of so many lanes are lowered, timed as a share of them runs.
 
     Args:
         state: bytes that a lane holds.
@@ -259,12 +259,10 @@ def _lowerings(template: Template, trainer: Trainer, width: int, state: int) -> 
         return {}
     with kernels.arithmetic(trainer.threads, trainer.matmul_precision):
         convolutions, how = template.rehearsal.convolutions, (trainer.device, trainer.convolution, trainer.compile)
-        held = (
-            state + template.rehearsal.saved_bytes if can_share(torch.device(trainer.device), trainer.compile) else None
-        )
+        held = state if can_share(torch.device(trainer.device), trainer.compile) else None
         shares = Shares(width, torch.get_num_threads(), held)
         with shares.prepare():
-            return choose_lowerings(convolutions, shares.lanes, *how)
+            return choose_lowerings(convolutions, width, *how, shares.lanes)
 
 
 def _pieces(template: Template, trainer: Trainer, width: int) -> tuple[str, ...]:

@@ -12,9 +12,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from coalesce import kernels
 from coalesce.engine.footprint import peak_above_rest
 from coalesce.engine.lanes import Lanes
+from coalesce.engine.shares import Shares, can_share
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem
 from coalesce.runner.memory import free_bytes, is_out_of_memory
@@ -123,6 +126,13 @@ def _even(count: int, most: int) -> int:
     return min(most, max(LEAST_WIDTH, math.ceil(count / math.ceil(count / most))))
 
 
+def _with_empty(width: int, footprint: Footprint, trainer: Trainer) -> int:
+    """The lanes that there are, with the empty ones of the last share."""
+    shared = can_share(torch.device(trainer.device), trainer.compile)
+    threads = trainer.threads or torch.get_num_threads()
+    return Shares(width, threads, footprint.state if shared else None).width
+
+
 def fitting(footprint: Footprint, count: int, trainer: Trainer, room: int) -> int:
     """The width of a cohort.
 
@@ -135,7 +145,7 @@ def fitting(footprint: Footprint, count: int, trainer: Trainer, room: int) -> in
         ConfigError: what the user allows does not suffice for one lane.
     """
     width, fits = widest(count, trainer), footprint.fits(room)
-    if width <= fits or not trainer.stack:
+    if _with_empty(width, footprint, trainer) <= fits or not trainer.stack:
         return width
     if trainer.width != "auto":
         logger.warning(
@@ -145,7 +155,10 @@ def fitting(footprint: Footprint, count: int, trainer: Trainer, room: int) -> in
         )  # fmt: skip
         return width
     if fits >= 1:
-        return _even(count, fits)
+        width = _even(count, fits)
+        while width > 1 and _with_empty(width, footprint, trainer) > fits:
+            width -= 1
+        return width
     least = math.ceil((footprint.shared + footprint.per_lane) / (1 - MARGIN))
     if trainer.memory_gib is None:
         logger.warning("one lane and its data take about %s, and %s are free: it is tried", _gib(least), _gib(room))
