@@ -28,7 +28,8 @@ def test_the_command_on_two_experiments(tmp_path: Path) -> None:
     assert figures["machine"]["cores"] >= 1
     (found,) = figures["tasks"]["digits"]
     assert found["lanes"] == 2
-    ((middle, most),) = (found["apart"][name] for name in ["coalesced"])
+    assert found["apart"].keys() == {"coalesced"}
+    middle, most = found["apart"]["coalesced"]
     assert 0 <= middle <= most < report.TOLERANCE
     work = {name: rates for side in found["sides"].values() for name, rates in side["work"].items()}
     assert all(len(one["rates"]) == 2 and one["min"] > 0 for one in work.values()), work

@@ -13,8 +13,8 @@ from rich.table import Table
 from benchmarks.throughput.processes import Contestant
 from benchmarks.throughput.sides import Side
 
-#: How far (relative) the losses of two sides may lie apart in the median of experiments and steps: some hundred times
-#: float32's precision, since sums are in another order.
+#: How far (relative) the losses of two sides may lie apart in the median of the experiments, at each of the first
+#: steps: some hundred times float32's precision, since sums are in another order.
 TOLERANCE = 1e-4
 
 #: The same in the worst one: AdamW's first steps have the size of the rate however small a gradient is, whose sign may
@@ -34,8 +34,8 @@ TARGETS = {
 
 
 def apart(sides: Sequence[Side]) -> dict[str, tuple[float, float]]:
-    """How far each one's losses lie, relative to them, from those of the plain eager loop, in the median and at the
-    most; where that is not among them, from those of the first one.
+    """How far each one's losses lie, relative to them, from those of the plain eager loop: in the median of the
+    experiments, at the worst step, and at the most. Where that is not among them, from those of the first one.
 
     Raises:
         ValueError: a loss is not finite.
@@ -46,12 +46,14 @@ def apart(sides: Sequence[Side]) -> dict[str, tuple[float, float]]:
     reference = known.pop("eager" if "eager" in known else next(iter(known)))
     found = {}
     for name, rows in known.items():
-        both = [pair for row, other in zip(rows, reference, strict=True) for pair in zip(row, other, strict=True)]
-        pairs = [(a, b) for a, b in both if a is not None and b is not None]
-        if not all(math.isfinite(value) for pair in pairs for value in pair):
-            raise ValueError(f"losses of {name}, or of what it is compared with, are not finite")
-        distances = [abs(a - b) / max(abs(b), 1e-3) for a, b in pairs]
-        found[name] = statistics.median(distances), max(distances)
+        steps = []
+        for row, other in zip(rows, reference, strict=True):
+            pairs = [(a, b) for a, b in zip(row, other, strict=True) if a is not None and b is not None]
+            if not all(math.isfinite(value) for pair in pairs for value in pair):
+                raise ValueError(f"losses of {name}, or of what it is compared with, are not finite")
+            if pairs:
+                steps.append([abs(a - b) / max(abs(b), 1e-3) for a, b in pairs])
+        found[name] = max(map(statistics.median, steps)), max(map(max, steps))
     return found
 
 

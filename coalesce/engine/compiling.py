@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ _UNDRAWN = {"realize_opcount_threshold": 50, "realize_reads_threshold": 20, "rea
 PREPARE: list[Callable[[fx.GraphModule], None]] = []
 
 _compiled: dict[str, Runner] = {}
+# what is done to the compiler meanwhile is done to the process
+_lock = threading.RLock()
 _wanted_at_once = False
 
 
@@ -56,6 +59,11 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     Returns:
         A function of the same inputs.
     """
+    with _lock:
+        return _compile(module, inputs)
+
+
+def _compile(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Runner:
     with _at_once():
         for prepare in PREPARE:
             prepare(module)

@@ -1,7 +1,7 @@
 """Tracing: a Python function of tensors as a flat list of aten operations without mutation.
 
-The private parts of torch that the engine stands on are used here and in `compiling.py` only: `make_fx`, its mode, and
-the compiler's decomposition table. Tried on torch 2.13.0.
+The private parts of torch that the engine stands on are used here, in `compiling.py` and in `inductor.py` only. Here
+they are `make_fx`, its mode, and the compiler's decomposition table. Tried on torch 2.13.0.
 
 Every node of a trace has a number in `meta["segment"]`: how often `cut_here` was called before it was made.
 """
