@@ -17,6 +17,9 @@ from benchmarks.throughput.sides import Side
 #: steps: some hundred times float32's precision, since sums are in another order.
 TOLERANCE = 1e-4
 
+#: Of fewer experiments a median says nothing: then this holds for the first loss alone, before any update.
+SEVERAL = 4
+
 #: The same in the worst one: AdamW's first steps have the size of the rate however small a gradient is, whose sign may
 #: be rounding's. Of `cnn` at the rate 0.01 a plain loop whose model lies in `channels_last` is 3e-3 from a plain loop
 #: after four steps. And where products are in bfloat16 or TF32, in the median too: a few times bfloat16's precision.
@@ -35,7 +38,8 @@ TARGETS = {
 
 def apart(sides: Sequence[Side]) -> dict[str, tuple[float, float]]:
     """How far each one's losses lie, relative to them, from those of the plain eager loop: in the median of the
-    experiments, at the worst step, and at the most. Where that is not among them, from those of the first one.
+    experiments, at the worst step, and at the most. Where that is not among them, from those of the first one. Where a
+    side knows the losses of few experiments, the first figure is of the first step.
 
     Raises:
         ValueError: a loss is not finite.
@@ -53,7 +57,8 @@ def apart(sides: Sequence[Side]) -> dict[str, tuple[float, float]]:
                 raise ValueError(f"losses of {name}, or of what it is compared with, are not finite")
             if pairs:
                 steps.append([abs(a - b) / max(abs(b), 1e-3) for a, b in pairs])
-        found[name] = max(map(statistics.median, steps)), max(map(max, steps))
+        middle = [statistics.median(one) for place, one in enumerate(steps) if place == 0 or len(one) >= SEVERAL]
+        found[name] = max(middle), max(map(max, steps))
     return found
 
 
