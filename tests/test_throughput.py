@@ -94,6 +94,21 @@ def test_a_side_that_trains_something_else_is_not_timed(
         command.bring_up(WORKLOADS["mlp"], ["plain", "coalesced"], setup, Console(quiet=True))
 
 
+@pytest.mark.parametrize(
+    ("factors", "agree"), [([1, 1, 1, 1, 1.003], True), ([1.003] * 5, False), ([1] * 4 + [1.1], False)]
+)
+def test_rounding_may_have_been_magnified_in_one_experiment(factors: list[float], agree: bool, tmp_path: Path) -> None:
+    """AdamW's first steps have the size of the rate, whatever the gradient's is."""
+    first = [2.0, 2.1, 2.2, 2.3, 2.4]
+    theirs = [first, [a * b for a, b in zip(first, factors, strict=True)]]
+    middle, most = report.apart([Side("plain", [], {"eager": [first, first]}), Side("jax", [], {"jax": theirs})])["jax"]
+    assert (middle <= report.TOLERANCE and most <= report.COARSE) == agree
+    # one of a process of its own: the first loss alone is held against it
+    alone = [[None, None, None, None, row[-1]] for row in theirs]
+    middle, _ = report.apart([Side("plain", [], {"eager": [first, first], "compiled": alone})])["compiled"]
+    assert middle == 0
+
+
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sides.NEEDS, "jax", ("no-such-peer",))
     assert "jax is left out" in (said := sides.missing("jax", sides.sys.executable))
