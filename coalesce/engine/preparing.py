@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 # not in the thread: two threads that import modules which need each other may see unfinished ones
+import torch.utils.cpp_extension
 from torch._inductor import codecache, cpp_builder, cpu_vec_isa
 
 logger = logging.getLogger(__name__)
