@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from checked_helpers import FAULT, RULES, Usual, assert_same, sound, three, usual_lanes
-from coalesce.engine import lanes as lanes_module
+from coalesce.engine import lane as lane_module
 from coalesce.engine import step
 from coalesce.engine.check import check
 from coalesce.engine.template import Template
@@ -170,7 +170,7 @@ def test_an_update_before_the_last_read_is_found(
 def test_a_hyperparameter_of_the_template_in_all_lanes_is_found(
     monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    rule, real = OPTIMIZERS[optimizer], lanes_module.riding_hyperparameters
+    rule, real = OPTIMIZERS[optimizer], lane_module.riding_hyperparameters
     riding = real(rule, three(optimizer=optimizer)[0].config["optimizer"])
     values = [real(rule, e.config["optimizer"]) for e in three(optimizer=optimizer)]
     different = [n for n in riding if n == "lr" or len({float(v[n]) for v in values}) > 1]
@@ -184,10 +184,10 @@ def test_a_hyperparameter_of_the_template_in_all_lanes_is_found(
 
         lanes = usual_lanes(optimizer, 2)
         check(lanes, [])
-        monkeypatch.setattr(lanes_module, "riding_hyperparameters", baked)
+        monkeypatch.setattr(lane_module, "riding_hyperparameters", baked)
         with pytest.raises(TaskError, match=FAULT):
             check(lanes, [])
-        monkeypatch.setattr(lanes_module, "riding_hyperparameters", real)
+        monkeypatch.setattr(lane_module, "riding_hyperparameters", real)
 
 
 def test_a_float_of_the_template_in_all_lanes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from coalesce.configuration import rides
+from coalesce.engine.lane import initial_state
 from coalesce.engine.lanes import Lanes
 from coalesce.runner.planning import grown, make_plan
 from coalesce.runner.run import Begun, run
@@ -89,7 +90,7 @@ def test_a_copied_lane_goes_on_as_its_source_would_with_the_new_floats() -> None
     lanes.fill(2, source)
     lanes.advance(10)
     other = source.varied(values)
-    for name, value in lanes._initial(other).items():
+    for name, value in initial_state(template, other).items():
         if name.startswith(("optimizer/", "riding/")):
             lanes.state[name][2].copy_(value)
     lanes.advance(10)

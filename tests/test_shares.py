@@ -132,7 +132,8 @@ def test_ctrl_c_is_heard_when_nobody_moves_the_lanes() -> None:
 
     def call(share: int) -> None:
         if share == 0:
-            signal.raise_signal(signal.SIGINT)
+            # as the terminal's, which comes to the thread that waits
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         time.sleep(0.3)
         ended.append(share)
 
@@ -274,6 +275,24 @@ def test_who_comes_first_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         found.append(len(Lanes(template, 8).shares))
         assert template.rehearsal.saved_bytes >= kept
     assert found[0] == found[1]
+
+
+def test_neighbours_on_other_shares_are_not_felt(small_is_worth_it: None) -> None:
+    """Law 1: a lane's bits are the same, whoever is in the other lanes, of its share and of others."""
+    subject, *others = [experiment(Told, {"offset": 0.1 * i}, "adamw", seed=i) for i in range(5)]
+    # one that diverges is the worst of neighbours
+    others.append(experiment(Told, {"offset": 1e38}, {"name": "adamw", "lr": 1e38}, seed=9))
+    lanes = Lanes(template_of([subject, *others]), 4, compile=True)
+    assert len(lanes.shares) == 2
+    found = []
+    for beside in ([], others[:3], [others[4], others[1], others[4]]):
+        for lane, one in enumerate([subject, *beside]):
+            lanes.fill(lane, one)
+        lanes.advance(6)
+        found.append(({n: t.tolist() for n, t in lanes.state_dict(0).items()}, lanes.evaluate("test")["loss"][0]))
+        for lane in range(4):
+            lanes.clear(lane)
+    assert found[0] == found[1] == found[2]
 
 
 def test_lanes_that_are_not_compiled_are_in_one_share(small_is_worth_it: None) -> None:

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from coalesce.configuration import rides
+from coalesce.engine import shares
 from coalesce.engine.footprint import peak, peak_above_rest
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.template import Template
@@ -34,7 +35,7 @@ from coalesce.runner.listener import Result
 from coalesce.runner.plan import Plan
 from coalesce.runner.planning import make_plan
 from coalesce.runner.run import run
-from coalesce.runner.width import GIB, MARGIN, NEAR, Footprint, Room, estimate
+from coalesce.runner.width import GIB, MARGIN, NEAR, Footprint, Room, estimate, fitting
 from coalesce.store.frames import results_frame
 from coalesce.store.plans import plan_from_json, plan_json
 from runner_helpers import Net, Recorder, planned
@@ -221,6 +222,18 @@ def test_lanes_that_cannot_be_measured_are_estimated(
     assert cohort.bytes_per_lane == found.per_lane
     assert cohort.width == found.fits(int(cap * GIB))
     assert "2 lanes are too many to be measured" in caplog.text
+
+
+@pytest.mark.parametrize(("compile", "width"), [(True, 4), (False, 5)])
+def test_lanes_that_nobody_fills_take_memory_too(compile: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five compiled lanes on two threads are two shares of three."""
+    monkeypatch.setattr(shares, "WORTH", 0)
+    trainer = replace(plan_of().trainer, compile=compile, threads=2)
+    footprint = Footprint(state=100, best=0, rise=100, shared=0)
+    room = int(5.5 * footprint.per_lane / (1 - MARGIN))
+    assert footprint.fits(room) == 5
+    assert fitting(footprint, template_of(), 5, trainer, room) == width
+    assert fitting(footprint, template_of(), 6, replace(trainer, width=4), room) == 4
 
 
 def test_lanes_that_are_there_at_once_share() -> None:

@@ -1,4 +1,5 @@
-"""What one lane computes, written for one lane: its loss, its metrics, its scheduled hyperparameters."""
+"""What one lane holds and computes, written for one lane: its state, its loss, its metrics, its scheduled
+hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,46 @@ from coalesce.engine.rehearsal import check_outputs, check_scalars, own_code, sp
 from coalesce.engine.rules import Rules
 from coalesce.engine.rules.leaves import require_grad
 from coalesce.engine.template import Template
+from coalesce.experiment import Experiment
 from coalesce.optim.base import Count, Factors, Patterns, Rule, State, Word
+from coalesce.random import key_of
+
+
+def initial_state(template: Template, experiment: Experiment) -> dict[str, Tensor]:
+    """One lane's state before its first step, in the order in which the graph takes it.
+
+    Raises:
+        TaskError: the experiment's own code fails, or it does not fit the graph.
+    """
+    model, riding = template.lane(experiment)
+    tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
+    state = {f"trained/{n}": tensors[n] for n in template.trained}
+    state |= {f"fixed/{n}": tensors[n] for n in template.fixed}
+    state |= {f"buffer/{n}": t.detach() for n, t in model.named_buffers()}
+    for name in template.trained:
+        slots = template.slots(name, tensors[name], experiment)
+        state |= {f"slot/{slot}/{name}": t for slot, t in slots.items()}
+    for i, value in enumerate(riding.values()):
+        rides = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=template.dtype)
+        state[f"riding/{i}"] = rides
+    for kind, rule in (("optimizer", template.optimizer), ("schedule", template.schedule)):
+        found = riding_hyperparameters(rule, experiment.config[kind])
+        state |= {f"{kind}/{n}": t for n, t in found.items()}
+    verdict = template.schedule.init(experiment.config["schedule"])
+    state |= {f"verdict/{n}": t for n, t in verdict.items()}
+    state["lane/key"] = key_of(experiment.seed)
+    state["lane/step"] = torch.tensor(0)
+    state["lane/steps"] = torch.tensor(experiment.steps)
+    state["lane/alive"] = torch.tensor(True)
+    state["lane/finite"] = torch.tensor(True)
+    if template.folds is not None:
+        state["lane/fold"] = torch.tensor(experiment.fold)
+    if len(template.batch_sizes) > 1:
+        # how far the lane goes in this `advance`: its graphs are called more often than it moves
+        state["lane/until"] = torch.tensor(0)
+    for name in ("loss", *template.rehearsal.extras):
+        state[f"train/{name}"] = torch.tensor(float("nan"), dtype=torch.float64)
+    return state
 
 
 def lane_loss(

@@ -15,10 +15,10 @@ from torch.func import vmap
 from coalesce import kernels
 from coalesce.engine import preparing
 from coalesce.engine.evaluations import Evaluations
-from coalesce.engine.lane import observed, riding_hyperparameters
+from coalesce.engine.lane import initial_state, observed
 from coalesce.engine.order import Order
 from coalesce.engine.pieces import choose
-from coalesce.engine.shares import Shares, can_share
+from coalesce.engine.shares import Shares
 from coalesce.engine.step import build_step, part
 from coalesce.engine.summary import Evaluation
 from coalesce.engine.tape import Tape
@@ -26,7 +26,7 @@ from coalesce.engine.template import Template
 from coalesce.errors import TaskError
 from coalesce.experiment import Experiment
 from coalesce.optim.options import AVERAGE
-from coalesce.random import key_of, seed_of
+from coalesce.random import seed_of
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,12 @@ class Lanes:
         self.pieces = choose(template.model, width) if pieces is None else tuple(pieces)
         self.lowerings = lowerings or {}
         self.checkpoint = tuple(checkpoint)
-        one = self._initial(template.experiment)
-        held = sum(t.nbytes for t in one.values())
-        shared = shared and can_share(self.device, compile)
-        self.shares = Shares(width, torch.get_num_threads(), held if shared else None)
+        self.shares = Shares.of(template, width, self.device, compile and shared)
         self.data = template.data.to(self.device)
         folds = template.folds
         self._tables = {s: [t.to(self.device) for t in folds.table(s)] for s in ("train", "val")} if folds else {}
         # of all shares; the K lanes are the first ones
-        self._whole = self._allocate(one)
+        self._whole = self._allocate(initial_state(template, template.experiment))
         self.state = {name: value[:width] for name, value in self._whole.items()}
         self._steps: dict[int, tuple[Tape, list[Tensor]]] = {}
         self.order = Order(template.batches)
@@ -118,7 +115,7 @@ class Lanes:
         Raises:
             TaskError: the experiment's own code fails, or it does not fit the graph.
         """
-        self._write(lane, experiment, self._initial(experiment))
+        self._write(lane, experiment, initial_state(self.template, experiment))
 
     def clear(self, lane: int) -> None:
         """Let a lane stand still from now on."""
@@ -283,7 +280,7 @@ class Lanes:
             TaskError: the experiment's own code fails, or it does not fit the graph.
             ValueError: the state is another graph's.
         """
-        floats = self._initial(experiment)
+        floats = initial_state(self.template, experiment)
         state = self._fitting(experiment, saved)
         state |= {n: t for n, t in floats.items() if n.startswith(("riding/", "optimizer/", "schedule/"))}
         self._write(lane, experiment, state)
@@ -352,39 +349,6 @@ class Lanes:
     def bytes(self) -> int:
         """Memory of the stacked state."""
         return sum(t.nbytes for t in self._whole.values())
-
-    def _initial(self, experiment: Experiment) -> dict[str, Tensor]:
-        """One lane's state before its first step, in the order in which the graph takes it."""
-        template = self.template
-        model, riding = template.lane(experiment)
-        tensors = {n: t.detach() for n, t in [*model.named_parameters(), *model.named_buffers()]}
-        state = {f"trained/{n}": tensors[n] for n in template.trained}
-        state |= {f"fixed/{n}": tensors[n] for n in template.fixed}
-        state |= {f"buffer/{n}": t.detach() for n, t in model.named_buffers()}
-        for name in template.trained:
-            slots = template.slots(name, tensors[name], experiment)
-            state |= {f"slot/{slot}/{name}": t for slot, t in slots.items()}
-        for i, value in enumerate(riding.values()):
-            rides = value.detach() if isinstance(value, Tensor) else torch.tensor(float(value), dtype=template.dtype)
-            state[f"riding/{i}"] = rides
-        for kind, rule in (("optimizer", template.optimizer), ("schedule", template.schedule)):
-            found = riding_hyperparameters(rule, experiment.config[kind])
-            state |= {f"{kind}/{n}": t for n, t in found.items()}
-        verdict = template.schedule.init(experiment.config["schedule"])
-        state |= {f"verdict/{n}": t for n, t in verdict.items()}
-        state["lane/key"] = key_of(experiment.seed)
-        state["lane/step"] = torch.tensor(0)
-        state["lane/steps"] = torch.tensor(experiment.steps)
-        state["lane/alive"] = torch.tensor(True)
-        state["lane/finite"] = torch.tensor(True)
-        if template.folds is not None:
-            state["lane/fold"] = torch.tensor(experiment.fold)
-        if len(template.batch_sizes) > 1:
-            # how far the lane goes in this `advance`: its graphs are called more often than it moves
-            state["lane/until"] = torch.tensor(0)
-        for name in ("loss", *template.rehearsal.extras):
-            state[f"train/{name}"] = torch.tensor(float("nan"), dtype=torch.float64)
-        return state
 
     def _allocate(self, one: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state of all shares' lanes, empty ones."""

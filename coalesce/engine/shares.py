@@ -20,6 +20,7 @@ from torch import Tensor
 
 from coalesce import kernels
 from coalesce.engine import inductor
+from coalesce.engine.template import Template
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ LEAST = 2
 WORTH = 2**21
 
 
-def can_share(device: torch.device, compile: bool) -> bool:
+def _can_share(device: torch.device, compile: bool) -> bool:
     """Whether lanes are shared out at all: where a CPU's compiled kernels let other threads run beside them. Operation
     by operation the interpreter's lock is wanted all the time."""
     return compile and device.type == "cpu" and inductor.kernels_unlock()
@@ -60,6 +61,14 @@ class Shares:
         self.lanes = -(-width // self.count)
         #: of each share
         self.threads = max(1, threads // self.count)
+
+    @classmethod
+    def of(
+        cls, template: Template, width: int, device: torch.device | str, compile: bool, threads: int | None = None
+    ) -> Shares:
+        """Those of a cohort's lanes, by itself on the threads that torch has now."""
+        held = template.state_bytes if _can_share(torch.device(device), compile) else None
+        return cls(width, threads or torch.get_num_threads(), held)
 
     def __len__(self) -> int:
         return self.count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from importlib import import_module
 from numbers import Rational, Real
 from typing import Any
@@ -90,6 +91,13 @@ class Template:
         config = config_of(self.optimizer, experiment.config["optimizer"], self.names[name])
         state = self.optimizer.init(param, config)
         return state if config["ema"] is None else {**state, AVERAGE: param.clone()}
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of a lane's parameters, buffers and optimiser state."""
+        tensors = dict(self.model.named_parameters())
+        slots = [t for n in self.trained for t in self.slots(n, tensors[n].detach(), self.experiment).values()]
+        return sum(t.nbytes for t in [*tensors.values(), *self.model.buffers(), *slots])
 
     @property
     def accumulate(self) -> int:

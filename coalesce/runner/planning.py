@@ -11,7 +11,7 @@ from coalesce import kernels
 from coalesce.engine.lanes import Lanes
 from coalesce.engine.measure import choose_lowerings
 from coalesce.engine.pieces import choose, matching, recomputed
-from coalesce.engine.shares import Shares, can_share
+from coalesce.engine.shares import Shares
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem, TaskError, nearest
 from coalesce.experiment import Cohort, Experiment, Rides, group, shape_of
@@ -240,27 +240,22 @@ def plan_cohort(
     most = widest(count, trainer)
     again = recomputed(template.model, trainer.checkpoint) if trainer.stack else ()
     # chosen once: what is measured below is measured with it
-    lowerings = _lowerings(template, trainer, most, footprint.state)
+    lowerings = _lowerings(template, trainer, most)
     if trainer.stack and trainer.width == "auto" and is_near(footprint, template, trainer, most, free):
         footprint = measure(footprint, template, trainer, _pieces(template, trainer, most), lowerings, again)
-    width = fitting(footprint, count, trainer, free)
+    width = fitting(footprint, template, count, trainer, free)
     pieces = _pieces(template, trainer, width)
     sizes = parameters, footprint.per_lane, footprint.shared, free
     return PlannedCohort(template.cohort, width, *sizes, pieces, again, lowerings, template)
 
 
-def _lowerings(template: Template, trainer: Trainer, width: int, state: int) -> dict[str, str]:
-    """How convolutions of so many lanes are lowered, timed as a share of them runs.
-
-    Args:
-        state: bytes that a lane holds.
-    """
+def _lowerings(template: Template, trainer: Trainer, width: int) -> dict[str, str]:
+    """How convolutions of so many lanes are lowered, timed as a share of them runs."""
     if not trainer.stack:
         return {}
     with kernels.arithmetic(trainer.threads, trainer.matmul_precision):
         convolutions, how = template.rehearsal.convolutions, (trainer.device, trainer.convolution, trainer.compile)
-        held = state if can_share(torch.device(trainer.device), trainer.compile) else None
-        shares = Shares(width, torch.get_num_threads(), held)
+        shares = Shares.of(template, width, trainer.device, trainer.compile)
         with shares.prepare():
             return choose_lowerings(convolutions, width, *how, shares.lanes)
 

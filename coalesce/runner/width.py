@@ -12,12 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from coalesce import kernels
 from coalesce.engine.footprint import peak_above_rest
 from coalesce.engine.lanes import Lanes
-from coalesce.engine.shares import Shares, can_share
+from coalesce.engine.shares import Shares
 from coalesce.engine.template import Template
 from coalesce.errors import ConfigError, Problem
 from coalesce.runner.memory import free_bytes, is_out_of_memory
@@ -126,26 +124,23 @@ def _even(count: int, most: int) -> int:
     return min(most, max(LEAST_WIDTH, math.ceil(count / math.ceil(count / most))))
 
 
-def _with_empty(width: int, footprint: Footprint, trainer: Trainer) -> int:
-    """The lanes that there are, with the empty ones of the last share."""
-    shared = can_share(torch.device(trainer.device), trainer.compile)
-    threads = trainer.threads or torch.get_num_threads()
-    return Shares(width, threads, footprint.state if shared else None).width
-
-
-def fitting(footprint: Footprint, count: int, trainer: Trainer, room: int) -> int:
+def fitting(footprint: Footprint, template: Template, count: int, trainer: Trainer, room: int) -> int:
     """The width of a cohort.
 
     Args:
-        footprint: what its lanes take.
+        footprint: what its lanes take; those too that nobody fills, where they are shared out.
         count: its experiments.
         room: bytes that it may take.
 
     Raises:
         ConfigError: what the user allows does not suffice for one lane.
     """
+
+    def lanes(width: int) -> int:
+        return Shares.of(template, width, trainer.device, trainer.compile, trainer.threads).width
+
     width, fits = widest(count, trainer), footprint.fits(room)
-    if _with_empty(width, footprint, trainer) <= fits or not trainer.stack:
+    if lanes(width) <= fits or not trainer.stack:
         return width
     if trainer.width != "auto":
         logger.warning(
@@ -156,7 +151,7 @@ def fitting(footprint: Footprint, count: int, trainer: Trainer, room: int) -> in
         return width
     if fits >= 1:
         width = _even(count, fits)
-        while width > 1 and _with_empty(width, footprint, trainer) > fits:
+        while width > 1 and lanes(width) > fits:
             width -= 1
         return width
     least = math.ceil((footprint.shared + footprint.per_lane) / (1 - MARGIN))
@@ -179,11 +174,6 @@ def estimate(template: Template, trainer: Trainer) -> Footprint:
     kept, one set of gradients (a second one where they are accumulated), and what autograd kept."""
     named = dict(template.model.named_parameters())
     trained = sum(named[n].nbytes for n in template.trained)
-    slots = sum(
-        slot.nbytes
-        for n in template.trained
-        for slot in template.slots(n, named[n].detach(), template.experiment).values()
-    )
     rest = sum(named[n].nbytes for n in template.fixed) + sum(b.nbytes for b in template.model.buffers())
     # accumulated gradients stand beside those of a micro-batch
     gradients = trained * (2 if template.accumulate > 1 else 1)
@@ -191,7 +181,7 @@ def estimate(template: Template, trainer: Trainer) -> Footprint:
     rise = gradients + template.rehearsal.saved_bytes
     best = trained + rest if trainer.stack and (trainer.weights or "test" in template.evaluated) else 0
     snapshots = trainer.stack and trainer.device == "cpu" and trainer.snapshot_minutes is not None
-    return Footprint(trained + slots + rest, best, rise, shared, snapshots)
+    return Footprint(template.state_bytes, best, rise, shared, snapshots)
 
 
 def is_near(footprint: Footprint, template: Template, trainer: Trainer, width: int, room: int) -> bool:
