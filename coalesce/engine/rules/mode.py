@@ -54,7 +54,10 @@ def carried(number: Any) -> Any:
 
 
 def rule(
-    *functions: Callable[..., Any], numbers: Sequence[str] = (), places: Sequence[tuple[int, str]] = ()
+    *functions: Callable[..., Any],
+    numbers: Sequence[str] = (),
+    places: Sequence[tuple[int, str]] = (),
+    stacked: bool = False,
 ) -> Callable[[Handler], Handler]:
     """Register a rule for some of torch's functions.
 
@@ -63,25 +66,26 @@ def rule(
         numbers: arguments that torch takes only as Python numbers. If given, the rule holds only where one of them is
             a tensor; elsewhere torch's own function is called.
         places: the same as (position, name), for a handler whose signature does not name them.
+        stacked: whether the rule holds in lanes whatever its numbers are.
     """
 
     def register(handler: Handler) -> Handler:
         names = list(inspect.signature(handler).parameters)[1:]
         watched = [*places, *((names.index(name), name) for name in numbers)]
         for function in functions:
-            RULES[function] = _where_it_rides(function, handler, watched) if watched else handler
+            RULES[function] = _where_it_rides(function, handler, watched, stacked) if watched else handler
         return handler
 
     return register
 
 
-def _where_it_rides(function: Callable[..., Any], handler: Handler, places: Sequence[tuple[int, str]]) -> Handler:
+def _where_it_rides(
+    function: Callable[..., Any], handler: Handler, places: Sequence[tuple[int, str]], stacked: bool
+) -> Handler:
     def chosen(rules: Rules, *args: Any, **kwargs: Any) -> Any:
-        for place, name in places:
-            number = args[place] if place < len(args) else kwargs.get(name)
-            if isinstance(number, Tensor | Rate):
-                args = tuple(map(carried, args))
-                return handler(rules, *args, **{k: carried(v) for k, v in kwargs.items()})
+        given = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+        if (stacked and rules.stacked) or any(isinstance(number, Tensor | Rate) for number in given):
+            return handler(rules, *map(carried, args), **{k: carried(v) for k, v in kwargs.items()})
         return rules.open(function, *args, **kwargs)
 
     return chosen

@@ -1,6 +1,7 @@
 """Normalisations whose `eps` and `momentum` ride: the formulas written out.
 
-Where both are Python numbers, torch's own function is called.
+Where both are Python numbers, torch's own function is called, but for BatchNorm in lanes: vmap makes the lanes channels
+of one large image, for which they are moved in memory, and whose gradients it adds up twice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from coalesce.engine.rules.mode import Rate, Rules, rule
+
+
+#: Computed in float32.
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class CumulativeMomentum(Rate):
@@ -89,7 +94,7 @@ def group_norm(
     return _affine(scaled, weight, bias, (-1, *[1] * (input.dim() - 2)))
 
 
-@rule(F.batch_norm, numbers=("momentum", "eps"))
+@rule(F.batch_norm, numbers=("momentum", "eps"), stacked=True)
 def batch_norm(
     rules: Rules,
     input: Tensor,
@@ -101,25 +106,33 @@ def batch_norm(
     momentum: Any = 0.1,
     eps: Any = 1e-5,
 ) -> Tensor:
+    x = input.float() if input.dtype in _HALF else input
     shape = (-1, *[1] * (input.dim() - 2))
     if not training:
-        if not isinstance(eps, Tensor):
-            return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
         assert running_mean is not None
         assert running_var is not None
-        scaled = (input - running_mean.view(shape)) * (running_var + eps).rsqrt().view(shape)
-        return _affine(scaled, weight, bias, shape)
+        scaled = (x - running_mean.view(shape)) * (running_var + eps).rsqrt().view(shape)
+        return _affine(scaled, weight, bias, shape).to(input.dtype)
     dims = [0, *range(2, input.dim())]
     count = input.numel() // input.shape[1]
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.size()}")
-    variance, mean = torch.var_mean(input, dims, correction=0)
+    # The mean is a constant and nothing more, by which its gradient goes. Written so, the gradient adds up twice over the
+    # samples, once for what scales and once for what shifts, where torch's formula of it does so six times.
+    mean = x.mean(dims)
+    constant = mean.detach()
+    nothing = mean - constant
+    centred = x - constant.view(shape)
+    variance = centred.square().mean(dims) - nothing.square()
     if running_mean is not None:
         _track(running_mean, mean, momentum)
     if running_var is not None:
         _track(running_var, variance * (count / (count - 1)), momentum)
-    scaled = (input - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
-    return _affine(scaled, weight, bias, shape)
+    scale = (variance + eps).rsqrt()
+    scale = scale if weight is None else scale * weight
+    shift = -nothing * scale
+    shift = shift if bias is None else bias + shift
+    return (centred * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
 
 @rule(F.instance_norm, numbers=("momentum", "eps"))
