@@ -124,7 +124,7 @@ def test_without_convolutions_or_stacking_there_is_nothing_to_choose() -> None:
 def test_an_unknown_lowering_names_the_known() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.convolution") as caught:
         check_trainer({"convolution": "colums"})
-    assert "auto, grouped, single, columns" in str(caught.value)
+    assert "auto, grouped, single, channels_last, columns" in str(caught.value)
 
 
 @pytest.mark.thorough

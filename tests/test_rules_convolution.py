@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any], tuple[
     "2d": (nn.Conv2d, (3, 4, 3), {"padding": 1}, (3, 6, 5)),
     "2d uneven": (nn.Conv2d, (2, 3, (3, 2)), {"stride": (1, 2), "padding": (2, 0), "dilation": (2, 1)}, (2, 7, 8)),
     "2d one by one": (nn.Conv2d, (4, 2, 1), {"stride": 2}, (4, 5, 5)),
+    "2d sixteen": (nn.Conv2d, (16, 3, 1), {"stride": 2}, (16, 5, 5)),
     "depthwise": (nn.Conv2d, (4, 8, 3), {"groups": 4}, (4, 6, 6)),
     "reflected": (nn.Conv2d, (2, 3, 3), {"padding": 1, "padding_mode": "reflect"}, (2, 5, 6)),
     "3d": (nn.Conv3d, (2, 3, (2, 3, 1)), {"stride": (1, 2, 1), "padding": (1, 0, 0)}, (2, 4, 5, 3)),
@@ -48,6 +49,8 @@ LAYERS: dict[str, tuple[type[nn.Module], tuple[Any, ...], dict[str, Any], tuple[
 #: What a lowering leaves to torch's own: here it pads one side more than the other.
 BEYOND = {name: {"same, one side more"} for name in LOWERINGS}
 BEYOND["columns"] |= {"depthwise", "transposed 1d", "transposed 2d", "transposed 3d"}
+#: Of images alone; and its kernels for strided 1 x 1 convolutions of so few channels are unsound.
+BEYOND["channels_last"] = {*LAYERS} - {"2d", "2d uneven", "2d sixteen", "reflected"}
 
 
 def _build(name: str) -> tuple[nn.Module, list[Tensor], Tensor]:
@@ -267,6 +270,53 @@ def test_every_candidate_is_timed_forward_and_backward() -> None:
             seen = Seen(_example(dtype="float32"), 4, needs)
             found = measure._lanes(name, seen)(*measure._inputs(seen, 3, torch.device("cpu")))
             assert [t.shape for t in found] == [(3, 4, 3, 3), *[(3, 4, 2, 6), (3, 3, 2, 3)][not needs :]]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "changes", "needs", "last"),
+    [
+        (16, 32, {}, True, True),
+        # images of three colours, which have no gradient
+        (3, 16, {}, False, True),
+        (3, 16, {}, True, False),
+        (16, 10, {}, True, False),
+        (16, 32, {"dtype": "float64"}, True, False),
+        (16, 32, {"groups": 2, "weight": (32, 8, 3, 3)}, True, False),
+        (3, 16, {"weight": (16, 3, 1, 1), "stride": (2, 2)}, False, False),
+        (16, 16, {"weight": (16, 16, 1, 1), "stride": (2, 2)}, True, True),
+    ],
+)
+def test_images_of_enough_channels_have_them_last(
+    inputs: int, outputs: int, changes: dict[str, Any], needs: bool, last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = {"input": (inputs, 8, 8), "weight": (outputs, inputs, 3, 3), "dtype": "float32"}
+    usual |= {n: (v, v) for n, v in {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0}.items()}
+    seen = {"a": Seen(_example(**{**usual, **changes}), 4, needs)}
+    monkeypatch.setattr(measure, "_kept", lambda *_: "timed")
+    assert measure.choose_lowerings(seen, 8) == {"a": "channels_last" if last else "timed"}
+    assert measure.choose_lowerings(seen, 8, compile=False) == {"a": "timed"}
+    assert measure.choose_lowerings(seen, 8, "cuda") == {"a": "timed"}
+    assert measure.choose_lowerings(seen, 8, choice="grouped") == {"a": "grouped"}
+
+
+def test_channels_that_come_last_are_nobodys_business() -> None:
+    """A model's own code sees images as they always lie: `view` demands it."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(3, 5, 16, 6, 6), torch.randn(3, 16, 16, 3, 3)
+    name = str(_example(**{
+        "input": (16, 6, 6), "weight": (16, 16, 3, 3), "stride": (1, 1), "padding": (0, 0), "dilation": (1, 1),
+        "output_padding": (0, 0), "dtype": "float32",
+    }))  # fmt: skip
+
+    def lane(key: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        with Rules(key, STEP, {}, lowerings={name: "channels_last"}):
+            return F.conv2d(x, weight).view(5, -1)
+
+    module = trace(lambda *t: [vmap(lane)(*t)], [KEYS, x, weight])
+    (call,) = (n for n in module.graph.nodes if "coalesce.convolutions" in str(n.target))
+    assert call.args[-1] is True
+    right = torch.stack([F.conv2d(a, b).view(5, -1) for a, b in zip(x, weight, strict=True)])
+    torch.testing.assert_close(module(KEYS, x, weight)[0], right)
 
 
 def test_what_is_compiled_is_timed_compiled(nothing_kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,9 @@ Which lowering is the fastest cannot be told from the shape (see `rules.convolut
 a run is planned, forward and backward, and as it will run: the compiler makes the columns in one pass, so that they
 gain far more by it than the others do. What was chosen stands in the plan, and decides the last bits of an experiment's
 numbers. It is also kept beside what the compiler keeps on disk, so that the next run on this machine asks nothing.
+
+Compiled on the CPU, images of enough channels have them last, and nothing is timed: what it gains is above all what
+lies between convolutions, which no convolution alone shows, as long as all of a network agree.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,8 +58,11 @@ BUDGET_S, ROUNDS = 0.5, 25
 #: columns a factor of two or so on the others (`python -m benchmarks.convolution`).
 HOPELESS = 2.5
 
+#: Channels that fill the CPU's vectors.
+FULL = 16
+
 #: What a choice depends on beside the shapes: raised when a lowering or the way to measure changes.
-_VERSION = 1
+_VERSION = 2
 
 
 def choose_lowerings(
@@ -83,7 +89,9 @@ def choose_lowerings(
     found = {}
     for name, seen in convolutions.items():
         candidates = [n for n, lowering in LOWERINGS.items() if _fits(lowering, seen, width)]
-        if choice == "auto":
+        if choice == "auto" and compile and torch.device(device).type == "cpu" and _channels_last(seen, candidates):
+            found[name] = "channels_last"
+        elif choice == "auto":
             given = [GROUPED, *candidates], seen, lanes or width, torch.device(device), compile
             kept = _kept(*given)
             found[name] = kept or _fastest(*given)
@@ -98,6 +106,14 @@ def _fits(lowering: Lowering, seen: Seen, width: int) -> bool:
     convolution = seen.convolution
     size = getattr(torch, convolution.dtype).itemsize
     return lowering.fits(convolution) and width * seen.batch * lowering.elements(convolution) * size <= MOST_BYTES
+
+
+def _channels_last(seen: Seen, candidates: Sequence[str]) -> bool:
+    """Whether all of a network of such convolutions are taken to have their channels last."""
+    c = seen.convolution
+    # the first layer's are few, but nobody asks for their gradient
+    full = c.output[0] % FULL == 0 and (c.input[0] % FULL == 0 or not seen.needs_gradient)
+    return "channels_last" in candidates and full and c.dtype == "float32"
 
 
 def _kept(candidates: list[str], seen: Seen, width: int, device: torch.device, compile: bool) -> str | None:

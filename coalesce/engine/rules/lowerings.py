@@ -92,55 +92,62 @@ class Lowering(NamedTuple):
 
 
 class Single(torch.autograd.Function):
-    """One call of torch's convolution for each lane."""
+    """One call of torch's convolution for each lane; ``last``: of images whose channels lie beside each other in
+    memory. What comes and what goes lies as ever: a compiler has whoever makes it write it where it is wanted."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, convolution: Convolution) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, convolution: Convolution, last: bool) -> Tensor:
         return convolution.plain(x, weight)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, ctx.convolution = inputs
+        x, weight, ctx.convolution, ctx.last = inputs
         ctx.save_for_backward(x, weight)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        found = [
-            SingleGradient.apply(gradient, *ctx.saved_tensors, ctx.convolution, i) if needed else None
-            for i, needed in enumerate(ctx.needs_input_grad[:2])
-        ]
-        return *found, None
+        wanted = ctx.needs_input_grad[:2]
+        found = iter(SingleGradient.apply(gradient, *ctx.saved_tensors, ctx.convolution, ctx.last, wanted))
+        return *(next(found) if one else None for one in wanted), None, None
 
     @staticmethod
-    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, convolution: Convolution) -> Any:
-        stacked = _stack((x, weight), dims, info.batch_size)
-        return torch.ops.coalesce.convolutions(*stacked, *convolution.arguments), 0
+    def vmap(info: Any, dims: Any, x: Tensor, weight: Tensor, convolution: Convolution, last: bool) -> Any:
+        x, weight = _stack((x, weight), dims, info.batch_size)
+        found = torch.ops.coalesce.convolutions(_to_last(x, last), weight, *convolution.arguments, last)
+        return _from_last(found, last), 0
 
 
 class SingleGradient(torch.autograd.Function):
-    """The gradient of one convolution for its input (``which`` = 0) or its weight (1)."""
+    """The gradients of one convolution: those that are ``wanted`` of the input's and the weight's."""
 
     @staticmethod
-    def forward(gradient: Tensor, x: Tensor, weight: Tensor, convolution: Convolution, which: int) -> Tensor:
-        return _gradient(gradient, x, weight, convolution.arguments, which)
+    def forward(
+        gradient: Tensor, x: Tensor, weight: Tensor, convolution: Convolution, last: bool, wanted: Sequence[bool]
+    ) -> tuple[Tensor, ...]:
+        return tuple(_gradients(gradient, x, weight, convolution.arguments, wanted))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.convolution, ctx.which = inputs
+        *tensors, ctx.convolution, _, ctx.wanted = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        def first(g: Tensor, *inputs: Tensor) -> Tensor:
-            return torch.func.vjp(ctx.convolution.plain, *inputs)[1](g)[ctx.which]
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        def first(g: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+            both = torch.func.vjp(ctx.convolution.plain, *inputs)[1](g)
+            return tuple(one for one, wanted in zip(both, ctx.wanted, strict=True) if wanted)
 
-        return *torch.func.vjp(first, *ctx.saved_tensors)[1](gradient), None, None
+        return *torch.func.vjp(first, *ctx.saved_tensors)[1](gradients), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: Any, *args: Any) -> Any:
-        *tensors, convolution, which = args
-        stacked = _stack(tensors, dims, info.batch_size)
-        return torch.ops.coalesce.convolutions_gradient(*stacked, *convolution.arguments, which), 0
+        *tensors, convolution, last, wanted = args
+        gradient, x, weight = _stack(tensors, dims, info.batch_size)
+        images = _to_last(gradient, last), _to_last(x, last)
+        found = torch.ops.coalesce.convolutions_gradients(*images, weight, *convolution.arguments, last, [*wanted])
+        if wanted[0]:
+            found[0] = _from_last(found[0], last)
+        return tuple(found), (0,) * len(found)
 
 
 def _stack(tensors: Sequence[Tensor], dims: Sequence[int | None], lanes: int) -> list[Tensor]:
@@ -148,14 +155,26 @@ def _stack(tensors: Sequence[Tensor], dims: Sequence[int | None], lanes: int) ->
     return [t.expand(lanes, *t.shape) if d is None else t.movedim(d, 0) for t, d in pairs]
 
 
-def _gradient(gradient: Tensor, x: Tensor, weight: Tensor, arguments: Sequence[Any], which: int) -> Tensor:
-    wanted = [which == 0, which == 1, False]
-    return _GRADIENT(gradient, x, weight, None, *arguments, wanted)[which]
+def _to_last(x: Tensor, last: bool) -> Tensor:
+    """(K, B, C, L…) as (K, B, L…, C)."""
+    return x.movedim(2, -1).contiguous() if last else x
 
 
-#: `Convolution.arguments`, as an operator takes them.
+def _from_last(x: Tensor, last: bool) -> Tensor:
+    return x.movedim(-1, 2).contiguous() if last else x
+
+
+def _gradients(
+    gradient: Tensor, x: Tensor, weight: Tensor, arguments: Sequence[Any], wanted: Sequence[bool]
+) -> list[Tensor]:
+    found = _GRADIENT(gradient, x, weight, None, *arguments, [*wanted, False])
+    return [one for one, is_wanted in zip(found, wanted, strict=False) if is_wanted]
+
+
+#: `Convolution.arguments`, as an operator takes them, and whether channels come last.
 _ARGUMENTS = (
-    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups"
+    "SymInt[] stride, SymInt[] padding, SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, "
+    "bool last"
 )
 
 
@@ -164,33 +183,53 @@ _ARGUMENTS = (
     "coalesce::convolutions", mutates_args=(), schema=f"(Tensor x, Tensor weight, {_ARGUMENTS}) -> Tensor"
 )
 def _convolutions(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    """(K, B, C, L…), (K, *weight) → (K, B, O, M…)."""
-    pairs = zip(x.unbind(), weight.unbind(), strict=True)
-    return torch.stack([torch.ops.aten.convolution(a, b, None, *arguments) for a, b in pairs])
+    """(K, B, C, L…), (K, *weight) → (K, B, O, M…); with channels last (K, B, L…, C) → (K, B, M…, O)."""
+    *settings, last = arguments
+    found = torch.empty(0)
+    for lane, (image, kernel) in enumerate(zip(_channels(x, last).unbind(), weight.unbind(), strict=True)):
+        one = torch.ops.aten.convolution(image, kernel, None, *settings)
+        one = one.movedim(1, -1) if last else one
+        if lane == 0:
+            found = one.new_empty((x.shape[0], *one.shape))
+        # at once, while it is in the cache
+        found[lane].copy_(one)
+    return found
 
 
 @_convolutions.register_fake
 def _(x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    one = torch.ops.aten.convolution(x[0], weight[0], None, *arguments)
-    return x.new_empty((x.shape[0], *one.shape))
+    *settings, last = arguments
+    one = torch.ops.aten.convolution(_channels(x, last)[0], weight[0], None, *settings)
+    return x.new_empty((x.shape[0], *(one.movedim(1, -1) if last else one).shape))
 
 
 @torch.library.custom_op(
-    "coalesce::convolutions_gradient",
+    "coalesce::convolutions_gradients",
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor weight, {_ARGUMENTS}, SymInt which) -> Tensor",
+    schema=f"(Tensor gradient, Tensor x, Tensor weight, {_ARGUMENTS}, bool[] wanted) -> Tensor[]",
 )
-def _convolutions_gradient(gradient: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    """(K, B, O, M…), (K, B, C, L…), (K, *weight) → the gradient of the input (``which`` = 0) or of the weight (1)."""
-    *settings, which = arguments
-    lanes = zip(gradient.unbind(), x.unbind(), weight.unbind(), strict=True)
-    return torch.stack([_gradient(*lane, settings, which) for lane in lanes])
+def _convolutions_gradients(gradient: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    """(K, B, O, M…), (K, B, C, L…), (K, *weight) → those of the input's and the weight's gradient that are wanted; with
+    channels last as `_convolutions`."""
+    *settings, last, wanted = arguments
+    found = [t.new_empty(t.shape) for t, is_wanted in zip((x, weight), wanted, strict=True) if is_wanted]
+    # as torch's are
+    places = [_channels(t, last and place == 0 and wanted[0]) for place, t in enumerate(found)]
+    lanes = zip(_channels(gradient, last).unbind(), _channels(x, last).unbind(), weight.unbind(), strict=True)
+    for lane, tensors in enumerate(lanes):
+        for place, one in zip(places, _gradients(*tensors, settings, wanted), strict=True):
+            place[lane].copy_(one)
+    return found
 
 
-@_convolutions_gradient.register_fake
-def _(gradient: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> Tensor:
-    like = (x, weight)[arguments[-1]]
-    return like.new_empty(like.shape)
+@_convolutions_gradients.register_fake
+def _(gradient: Tensor, x: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, wanted in zip((x, weight), arguments[-1], strict=True) if wanted]
+
+
+def _channels(x: Tensor, last: bool) -> Tensor:
+    """(K, B, L…, C) as (K, B, C, L…), if channels come last."""
+    return x.movedim(-1, 2) if last else x
 
 
 class Columns(torch.autograd.Function):
@@ -267,8 +306,19 @@ def _overlap(taps: Sequence[Tensor], size: int, stride: int, padding: int, dilat
     return whole.flatten(-2)[..., :size]
 
 
+def _channels_may_be_last(convolution: Convolution) -> bool:
+    """Whether the CPU's library, oneDNN of torch 2.11 and 2.13, has its faster kernels there, and they are sound: those
+    of a strided 1 x 1 convolution write beyond their memory where the channels fill no vector."""
+    c = convolution
+    strided = math.prod(c.weight[2:]) == 1 and math.prod(c.stride) > 1
+    return len(c.stride) == 2 and c.groups == 1 and not c.transposed and not (strided and c.input[0] % 16)
+
+
 LOWERINGS: dict[str, Lowering] = {
-    "single": Lowering(Single.apply, lambda c: True, lambda c: math.prod(c.output)),
+    "single": Lowering(lambda *given: Single.apply(*given, False), lambda c: True, lambda c: math.prod(c.output)),
+    "channels_last": Lowering(
+        lambda *given: Single.apply(*given, True), _channels_may_be_last, lambda c: math.prod(c.output)
+    ),
     "columns": Lowering(
         Columns.apply,
         lambda c: not c.transposed and c.groups == 1,
