@@ -17,7 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.cpp import CppVecKernel, OuterLoopFusedSchedulerNode
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -131,8 +133,41 @@ def test_a_tiling_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
             assert config.cpp.enable_loop_tail_vec == left
 
 
+def test_a_kernel_is_built_while_the_next_one_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+    submit, generate = AsyncCompile.submit, PythonWrapperCodegen.generate
+
+    def submitted(task: Callable[..., Any]) -> Any:
+        events.append("begun")
+        return submit(task)
+
+    def generated(self: Any, *arguments: Any) -> Any:
+        # the module that calls the kernels, of which all are written now
+        events.append("all written")
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(AsyncCompile, "submit", staticmethod(submitted))
+    monkeypatch.setattr(PythonWrapperCodegen, "generate", generated)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return (((x.exp() @ x).tanh() @ x).sin(),)
+
+    x = torch.linspace(-1, 1, 64).view(8, 8)
+    code, (expected,) = kernels(function, [x], nullcontext(), tmp_path / "without")
+    assert len(code) == 3
+    # if they are begun earlier here, torch does it itself and ours can go
+    assert events == ["all written", *["begun"] * 3]
+    events.clear()
+    mended, (found,) = kernels(function, [x], inductor._built_at_once(), tmp_path / "with")
+    # each once
+    assert events == [*["begun"] * 3, "all written"]
+    assert mended == code
+    assert torch.equal(found, expected)
+
+
 def test_afterwards_torch_is_as_it_was() -> None:
-    owners = inductor.LoopBody, inductor.TilingSelect, inductor.CppScheduling, inductor.CppPythonBindingsCodeCache
+    owners: tuple[type, ...] = (inductor.LoopBody, inductor.TilingSelect, inductor.CppScheduling)
+    owners += (inductor.CppPythonBindingsCodeCache, inductor.PythonWrapperCodegen)
     before = [dict(vars(owner)) for owner in owners]
     with inductor.mended():
         during = [dict(vars(owner)) for owner in owners]

@@ -6,6 +6,7 @@ another version has no such method, nothing is replaced. None of it changes what
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -35,7 +36,15 @@ _LONGER = 300
 def mended() -> Iterator[None]:
     """Here graphs are compiled with all of it."""
     with ExitStack() as stack:
-        for one in (_none_for_no_load, _rules_made_once, _unlocked, _trusted, _no_empty_tails, _no_vain_fusions):
+        for one in (
+            _none_for_no_load,
+            _rules_made_once,
+            _unlocked,
+            _trusted,
+            _no_empty_tails,
+            _no_vain_fusions,
+            _built_at_once,
+        ):
             stack.enter_context(one())
         yield
 
@@ -155,3 +164,27 @@ def _no_vain_fusions() -> AbstractContextManager[object]:
         return depth
 
     return _replaced(CppScheduling, "_get_outer_loop_fusion_depth", make)
+
+
+def _built_at_once() -> AbstractContextManager[object]:
+    """Have the C++ compiler begin with a kernel as soon as its code is written.
+
+    TorchInductor begins with all of a graph's kernels when the last one is written. Those that were begun it then finds
+    in its own cache, by their code.
+    """
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def define_kernel(self: PythonWrapperCodegen, name: str, body: str, *args: Any, **keywords: Any) -> None:
+            original(self, name, body, *args, **keywords)
+            # as it stands in the module that calls the kernel
+            (statement,) = ast.parse(body).body
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.cpp_pybinding":
+                # here, since the import starts processes
+                from torch._inductor.async_compile import AsyncCompile
+
+                AsyncCompile().cpp_pybinding(*map(ast.literal_eval, call.args))
+
+        return define_kernel
+
+    return _replaced(PythonWrapperCodegen, "define_kernel", make)
