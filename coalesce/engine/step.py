@@ -328,7 +328,8 @@ def _update(
         return apply(template.optimizer, param, grad, state, values, template.names[names[0]], step)
 
     new, moments = vmap(one)(param, grad, state, riding, step)
-    sound = torch.isfinite(new)
+    # as `isfinite`, in two operations and not four: this stands in the code of each update twice
+    sound = new.abs() < torch.inf
     kept = sound & _lanes(good, sound)
     broken = good & (~sound).reshape(sound.shape[0], -1).any(1)
     whole = good & ~broken
