@@ -157,9 +157,9 @@ def arithmetic(count: int | None, name: str) -> Iterator[None]:
 
 
 @functools.cache
-def differs(name: str, device: str) -> bool:
-    """Whether a device multiplies otherwise at a precision than exactly: tried on a product of lanes, large enough for
-    torch to choose freely how."""
+def less_exact(name: str, device: str) -> bool:
+    """Whether a device multiplies less exactly at a precision: tried on a product of lanes, large enough for torch to
+    choose freely how. In another order of its sums it may do so all the same."""
     import torch
 
     left = torch.linspace(-1, 1, 2 * 128 * 64, device=device).sin().view(2, 128, 64)
@@ -168,4 +168,5 @@ def differs(name: str, device: str) -> bool:
     for one in (EXACT, name):
         with products(one):
             found.append(torch.bmm(left, right))
-    return not torch.equal(*found)
+    # float32 keeps 24 bits of a factor, TF32 11, bfloat16 8
+    return float((found[0] - found[1]).abs().max()) > 1e-5 * float(found[0].abs().max())

@@ -49,11 +49,12 @@ def test_the_command_operation_by_operation(tmp_path: Path, capsys: pytest.Captu
     assert figures["products"].keys() == figures["experiments"].keys() == {"highest", "medium"}
     losses = figures["experiments"]["medium"]["train/loss"]
     if figures["unchanged"]:
-        assert losses["most"] == 0
-        assert "medium changes nothing on this device" in capsys.readouterr().out
+        # sums in another order
+        assert losses["most"] < 1e-5
+        assert "medium gains nothing on this device" in capsys.readouterr().out
     else:
         # bfloat16's rounding of one step's products, three times
-        assert 0 < losses["most"] < 0.1
+        assert 1e-5 < losses["most"] < 0.1
     text = io.StringIO()
     command.report(figures, Console(file=text, width=160))
     assert "digits: what 3 steps end with" in text.getvalue()

@@ -165,6 +165,14 @@ def test_a_kernel_is_built_while_the_next_one_is_written(tmp_path: Path, monkeyp
     assert torch.equal(found, expected)
 
 
+def test_kernels_that_a_c_module_calls_are_left_alone(tmp_path: Path) -> None:
+    """`TORCHINDUCTOR_CPP_WRAPPER`, with which a user may have all of his compiled."""
+    x = torch.linspace(-1, 1, 64).view(8, 8)
+    with config.patch({"cpp_wrapper": True}):
+        _, (found,) = kernels(lambda x: ((x.exp() @ x).tanh(),), [x], inductor.mended(), tmp_path / "with")
+    torch.testing.assert_close(found, (x.exp() @ x).tanh())
+
+
 def test_afterwards_torch_is_as_it_was() -> None:
     owners: tuple[type, ...] = (inductor.LoopBody, inductor.TilingSelect, inductor.CppScheduling)
     owners += (inductor.CppPythonBindingsCodeCache, inductor.PythonWrapperCodegen)

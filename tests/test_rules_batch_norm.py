@@ -98,16 +98,57 @@ def test_a_mean_far_from_nothing_costs_no_digits() -> None:
         assert float((mine - right).abs().max()) <= 2 * float((theirs - right).abs().max()) + 1e-6
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_half_precision_is_computed_in_float32(training: bool) -> None:
-    given = inputs((64, 4, 6, 6), torch.float32)
-    given[0] = given[0].bfloat16()
-    apply = layer("all", training)
-    found = in_lanes(apply)(*given)
-    right = [apply(*lane) for lane in zip(*given, strict=True)]
-    for mine, theirs in zip(found, map(torch.stack, zip(*right, strict=True)), strict=True):
-        assert mine.dtype == theirs.dtype
-        torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=1e-5)
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(parameters: torch.dtype) -> None:
+    """And so the statistics, which move by less than half precision can tell, in the end stand where torch's do."""
+    given = [t.to(parameters) for t in inputs((64, 4, 6, 6), torch.float32)]
+    given[0] = (given[0] + 5).bfloat16()
+    mine, right = given, [[*lane] for lane in zip(*given, strict=True)]
+    training = layer("all", training=True)
+    for _ in range(100):
+        y, *statistics = in_lanes(training)(*mine)
+        mine = [*mine[:3], *statistics]
+        plain = [training(*lane) for lane in right]
+        right = [[*lane[:3], *after] for lane, (_, *after) in zip(right, plain, strict=True)]
+    evaluation = layer("all", training=False)
+    found = y, *statistics, in_lanes(evaluation)(*mine)[0]
+    expected = *map(torch.stack, zip(*plain, strict=True)), torch.stack([evaluation(*lane)[0] for lane in right])
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=2**-5, atol=2**-5 if one.dtype == torch.bfloat16 else 1e-4)
+
+
+def test_statistics_have_no_gradient() -> None:
+    evaluation, given = layer("all", training=False), inputs((7, 4))
+    found = in_lanes(grad(lambda *g: evaluation(*g)[0].sum(), (3, 4)))(*given)
+    assert [t.count_nonzero().item() for t in found] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("training", "change", "says"),
+    [
+        (False, lambda x, w, b, m, v: (x, w, b, None, None), "running_mean must be defined in evaluation mode"),
+        (False, lambda x, w, b, m, v: (x, w, b, m[:1], v[:1]), "running_mean should contain 4 elements not 1"),
+        (True, lambda x, w, b, m, v: (x, w[:1], b[:1], m, v), "weight.* 4"),
+        (False, lambda x, w, b, m, v: (x.long(), w, b, m, v), "not implemented for 'Long'"),
+    ],
+)
+def test_what_torch_refuses_is_refused(training: bool, change: Callable[..., Any], says: str) -> None:
+    def apply(*given: Tensor) -> Tensor:
+        x, w, b, m, v = change(*given)
+        return F.batch_norm(x, m, v, w, b, training)
+
+    given = inputs((7, 4))
+    with pytest.raises((RuntimeError, NotImplementedError), match=says):
+        apply(*(t[0] for t in given))
+    with pytest.raises((RuntimeError, NotImplementedError), match=says):
+        in_lanes(apply)(*given)
+
+
+def test_an_epsilon_of_nothing_is_refused() -> None:
+    given = inputs((7, 4))
+    with pytest.raises(ValueError, match="eps must be positive"):
+        in_lanes(lambda x, *_: F.batch_norm(x, None, None, training=True, eps=0.0))(*given)
 
 
 def test_gradients_are_added_up_twice_and_lanes_are_not_moved() -> None:

@@ -225,7 +225,9 @@ def test_lanes_that_cannot_be_measured_are_estimated(
 
 
 @pytest.mark.parametrize(("compile", "width"), [(True, 4), (False, 5)])
-def test_lanes_that_nobody_fills_take_memory_too(compile: bool, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_that_nobody_fills_take_memory_too(
+    compile: bool, width: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Five compiled lanes on two threads are two shares of three."""
     monkeypatch.setattr(shares, "WORTH", 0)
     trainer = replace(plan_of().trainer, compile=compile, threads=2)
@@ -233,7 +235,9 @@ def test_lanes_that_nobody_fills_take_memory_too(compile: bool, width: int, monk
     room = int(5.5 * footprint.per_lane / (1 - MARGIN))
     assert footprint.fits(room) == 5
     assert fitting(footprint, template_of(), 5, trainer, room) == width
-    assert fitting(footprint, template_of(), 6, replace(trainer, width=4), room) == 4
+    # who asks for them is warned
+    assert fitting(footprint, template_of(), 5, replace(trainer, width=5), room) == 5
+    assert ["trainer.width=5 takes about" in record.getMessage() for record in caplog.records] == [True] * compile
 
 
 def test_lanes_that_are_there_at_once_share() -> None:

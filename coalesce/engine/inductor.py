@@ -176,13 +176,13 @@ def _built_at_once() -> AbstractContextManager[object]:
     def make(original: Callable[..., None]) -> Callable[..., None]:
         def define_kernel(self: PythonWrapperCodegen, name: str, body: str, *args: Any, **keywords: Any) -> None:
             original(self, name, body, *args, **keywords)
-            # as it stands in the module that calls the kernel
-            (statement,) = ast.parse(body).body
-            call = statement.value if isinstance(statement, ast.Expr) else None
-            if isinstance(call, ast.Call) and ast.unparse(call.func) == "async_compile.cpp_pybinding":
+            # as it stands in the module that calls the kernel; other kinds of kernels are begun when they ever were
+            if body.startswith("async_compile.cpp_pybinding("):
                 # here, since the import starts processes
                 from torch._inductor.async_compile import AsyncCompile
 
+                call = ast.parse(body.strip(), mode="eval").body
+                assert isinstance(call, ast.Call)
                 AsyncCompile().cpp_pybinding(*map(ast.literal_eval, call.args))
 
         return define_kernel

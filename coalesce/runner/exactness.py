@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def tell(trainer: Trainer) -> None:
-    """Warn where the setting changes nothing, and where it overrules what the process has.
+    """Warn where the setting gains nothing, and where it overrules what the process has.
 
     Args:
         trainer: with ``device`` resolved.
@@ -24,9 +24,9 @@ def tell(trainer: Trainer) -> None:
             before or "values of single backends",
             name,
         )
-    if name != kernels.EXACT and not kernels.differs(name, trainer.device):
+    if name != kernels.EXACT and not kernels.less_exact(name, trainer.device):
         logger.warning(
-            "trainer.matmul_precision=%s changes nothing here: on this %s a product of float32 has the same bits as at "
+            "trainer.matmul_precision=%s gains nothing here: on this %s products of float32 are as exact as at "
             "%s. It takes a GPU with TF32 (compute capability 8.0 or more), or a processor with instructions for "
             "bfloat16 that torch's oneDNN uses for this setting",
             name,

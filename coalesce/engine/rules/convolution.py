@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from coalesce.engine.rules.lowerings import LOWERINGS, Convolution
-from coalesce.engine.rules.mode import Rules, rule, shared
+from coalesce.engine.rules.mode import Rules, rule, shared, transformed
 
 #: What torch takes behind input, weight and bias, in its order.
 _FORWARD = ("stride", "padding", "dilation", "groups")
@@ -82,8 +82,9 @@ def _convolve(
     )
     rules.saw_convolution(convolution, batch.shape[0], x.requires_grad)
     chosen = LOWERINGS.get(rules.lowerings.get(str(convolution), ""))
-    # what all lanes have in common (data of an evaluation) makes one large convolution of all of them
-    if chosen is None or shared(x) or shared(weight):
+    # What all lanes have in common (data of an evaluation) makes one large convolution of all of them; and within
+    # another transform of the user's own (vmap over samples, jvp) torch knows its own functions best.
+    if chosen is None or shared(x) or shared(weight) or transformed():
         return torchs()
     result = chosen.run(batch, weight, convolution)
     if bias is not None:

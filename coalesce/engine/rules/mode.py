@@ -332,6 +332,17 @@ def shared(tensor: Tensor) -> bool:
     return not functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def transformed() -> bool:
+    """Whether a lane's code stands in another `torch.func` transform than vmap over the lanes and grad: of its own.
+
+    torch has no public way to ask; tried on torch 2.13.0, and by `tests/test_rules_convolution.py`.
+    """
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    kinds = [level.key() for level in stack]
+    transforms = torch._C._functorch.TransformType
+    return transforms.Jvp in kinds or kinds.count(transforms.Vmap) > 1
+
+
 def _into(out: Any, found: Any) -> Any:
     """Write what a function found into its ``out=``, which vmap does not know (`spectral_norm` normalises so)."""
     if not isinstance(out, Tensor):

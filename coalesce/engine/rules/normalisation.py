@@ -35,8 +35,9 @@ class CumulativeMomentum(Rate):
 
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]
-        """0-d, in the dtype of the statistics that it weighs."""
-        return 1 / self.module.num_batches_tracked.to(self.module.running_mean.dtype)
+        """0-d, in the dtype in which it weighs the statistics."""
+        dtype = self.module.running_mean.dtype
+        return 1 / self.module.num_batches_tracked.to(torch.float32 if dtype in _HALF else dtype)
 
 
 def _normalise(x: Tensor, dims: tuple[int, ...], eps: Any) -> Tensor:
@@ -52,7 +53,9 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequen
 
 def _track(running: Tensor, now: Tensor, momentum: Any) -> None:
     with torch.no_grad():
-        running.mul_(1 - momentum).add_(now.to(running.dtype) * momentum)
+        # those of half precision are rounded once, when all is done, as torch's are
+        dtype = torch.float32 if running.dtype in _HALF else running.dtype
+        running.copy_(running.to(dtype) * (1 - momentum) + now.to(dtype) * momentum)
 
 
 @rule(torch.layer_norm, numbers=("eps",))
@@ -93,6 +96,13 @@ def group_norm(
     return _affine(scaled, weight, bias, (-1, *[1] * (input.dim() - 2)))
 
 
+def _is_usual(x: Tensor, vectors: Sequence[Tensor | None], eps: Any, statistics: bool) -> bool:
+    """Whether torch's own BatchNorm would take these: what it refuses, a formula might compute."""
+    dtypes = {x.dtype, torch.float32} if x.dtype in _HALF else {x.dtype}
+    fit = all(v is None or (v.shape == x.shape[1:2] and v.dtype in dtypes) for v in vectors)
+    return statistics and fit and x.is_floating_point() and x.dim() > 1 and (isinstance(eps, Tensor) or eps > 0)
+
+
 @rule(F.batch_norm, numbers=("momentum", "eps"), stacked=True)
 def batch_norm(
     rules: Rules,
@@ -105,13 +115,16 @@ def batch_norm(
     momentum: Any = 0.1,
     eps: Any = 1e-5,
 ) -> Tensor:
+    statistics = running_mean, running_var
+    if not _is_usual(input, [*statistics, weight, bias], eps, training or None not in statistics):
+        # which says what is wrong
+        refused: Tensor = rules.open(F.batch_norm, input, *statistics, weight, bias, training, momentum, eps)
+        return refused
     x = input.float() if input.dtype in _HALF else input
     shape = (-1, *[1] * (input.dim() - 2))
     if not training:
-        assert running_mean is not None
-        assert running_var is not None
-        scaled = (x - running_mean.view(shape)) * (running_var + eps).rsqrt().view(shape)
-        return _affine(scaled, weight, bias, shape).to(input.dtype)
+        mean, variance = (t.detach().to(x.dtype).view(shape) for t in statistics if t is not None)
+        return _affine((x - mean) * (variance + eps).rsqrt(), weight, bias, shape).to(input.dtype)
     dims = [0, *range(2, input.dim())]
     count = input.numel() // input.shape[1]
     if count == 1:
