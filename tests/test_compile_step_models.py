@@ -296,6 +296,24 @@ def test_moving_the_model_and_new_memory() -> None:
     assert_same_weights(twin, model, 1e-5)
 
 
+def test_a_weight_that_is_turned_round_in_its_place() -> None:
+    """A square one: the same memory and the same shape."""
+
+    def square() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(10, 10, bias=False), nn.Tanh(), nn.Linear(10, 3)).double()
+
+    model, twin = square(), square()
+    optimizer, ours = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
+    step = coalesce.compile_step(twin, cross_entropy, ours, compile=False)
+    for _ in range(3):
+        plain(model, optimizer, 2)
+        compiled(step, 2)
+        for one in (model, twin):
+            one[0].weight.data = one[0].weight.data.t()
+    assert_same_weights(twin, model)
+
+
 def test_autocast_around_the_call() -> None:
     model, twin = network().float(), network().float()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -20,7 +20,7 @@ class Inputs:
 
     Args:
         sources: name → the user's tensor. The name's first part says what it is: trained, fixed, buffer, slot, step.
-        places: where each lies, and its shape.
+        places: where each lies, its shape, and its strides.
         steps: the tensors in which torch counts a parameter's steps.
         clock: (N,) int64, the steps done of each parameter whose count the graph cannot read: the optimiser keeps none,
             or keeps it on another device.
@@ -28,7 +28,7 @@ class Inputs:
     """
 
     sources: Mapping[str, Tensor]
-    places: Sequence[tuple[int, torch.Size]]
+    places: Sequence[tuple[int, torch.Size, tuple[int, ...]]]
     steps: Sequence[Tensor]
     clock: Tensor
     state: Mapping[str, Tensor]
@@ -75,9 +75,9 @@ def bind(
     return Inputs(sources, places(sources.values()), [t for t in counts.values() if t is not None], clock, state)
 
 
-def places(tensors: Iterable[Tensor]) -> list[tuple[int, torch.Size]]:
-    """Where tensors lie, and their shapes."""
-    return [(t.data_ptr(), t.shape) for t in tensors]
+def places(tensors: Iterable[Tensor]) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+    """Where tensors lie, their shapes, and their strides."""
+    return [(t.data_ptr(), t.shape, t.stride()) for t in tensors]
 
 
 def _looks(state: Mapping[str, Tensor]) -> list[object]:
