@@ -77,6 +77,13 @@ def keep_memory() -> bool:
     return set_parameter is not None and all(set_parameter(*pair) == 1 for pair in _MALLOC.values())
 
 
+def give_back() -> None:
+    """Give the system back what was freed and is kept, where glibc is."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 @functools.cache
 def lanes_agree() -> bool:
     """Whether equal lanes give equal products on the CPU of this process, tried on some odd sizes."""

@@ -6,11 +6,14 @@ Oracle: control groups and limits made by hand; tensors of known size.
 from __future__ import annotations
 
 import mmap
+import platform
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from coalesce import kernels
 from coalesce.engine.footprint import peak
 from coalesce.runner import memory
 from coalesce.runner.memory import free_bytes, group_room, limit_room
@@ -49,6 +52,18 @@ def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
     write(mount, memory_dot_max=1000, memory_dot_current=10, memory_dot_stat="inactive_file 0")
     assert list(group_room(groups, mount)) == [990]
     assert list(group_room(tmp_path / "none", mount)) == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps nothing back that is freed")
+def test_what_an_earlier_run_has_freed_is_free() -> None:
+    kernels.keep_memory()
+    process, size = psutil.Process(), 4000
+    before = process.memory_info().rss
+    held = [torch.ones(size // 4) for _ in range(50_000)]
+    del held
+    assert process.memory_info().rss > before + 25_000 * size
+    assert free_bytes("cpu") > 0
+    assert process.memory_info().rss < before + 25_000 * size
 
 
 def test_the_least_of_all_limits_counts(monkeypatch: pytest.MonkeyPatch) -> None:

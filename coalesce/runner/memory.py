@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from coalesce import kernels
+
 with suppress(ImportError):
     # not on Windows, which has no such limits
     import resource
@@ -33,7 +35,7 @@ def free_bytes(device: torch.device | str) -> int:
     On CUDA: what the device has free, and what torch's allocator holds and does not use. On the CPU the least of three:
     what the system says is available, what the control groups of this process leave (containers and batch systems limit
     memory by them, and the system's own figure does not know it), and what its own limits leave (``ulimit -v``,
-    ``ulimit -d``).
+    ``ulimit -d``). What this process has freed and kept (`kernels.keep_memory`) is given back before.
 
     >>> 0 < free_bytes("cpu") <= psutil.virtual_memory().total
     True
@@ -42,6 +44,7 @@ def free_bytes(device: torch.device | str) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    kernels.give_back()
     return max(0, min(psutil.virtual_memory().available, *group_room(), *limit_room()))
 
 
