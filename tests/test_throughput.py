@@ -39,6 +39,19 @@ def test_the_command_on_two_experiments(tmp_path: Path) -> None:
     assert chosen["max"] == pytest.approx(max(theirs / ours for theirs, ours in pairs))
 
 
+@pytest.mark.slow
+def test_the_whole_command_beside_plain_loops(tmp_path: Path) -> None:
+    """`sweep=lr_grid` with few steps: every part of it runs, on both sides."""
+    out = tmp_path / "figures.json"
+    small = ["--rounds", "1", "--processes", "2", "--no-compile", "--override", "steps=20", "trainer.compile=false"]
+    command.main(["--task", "lr_grid", *small, "--json", str(out)])
+    found = json.loads(out.read_text())["lr_grid"]
+    assert found["seconds"].keys() == {"the command, cold", "the command, warm", "plain eager, 2 processes"}
+    assert found["ratios"].keys() == {"cold", "warm"}
+    ((cold,), (plain,)) = (found["seconds"][name] for name in ("the command, cold", found["against"]))
+    assert found["ratios"]["cold"]["median"] == pytest.approx(plain / cold)
+
+
 def test_what_is_done_within_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that reach over an end of the window count by their share, in steps and in processor time."""
     now = iter([8.0, 11.0, 13.0, 15.0])

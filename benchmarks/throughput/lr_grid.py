@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.throughput.lr_grid_plain import EVERY
-from benchmarks.throughput.processes import SideFailed, stock_environment
+from benchmarks.throughput.processes import Process, SideFailed, stock_environment
 from benchmarks.throughput.report import spread
 from benchmarks.throughput.sides import Setup
+from benchmarks.throughput.workloads import Workload
 from coalesce import kernels
 from coalesce.store.paths import RunPaths
 from coalesce.store.read import runs_below
@@ -102,13 +103,8 @@ def measure(setup: Setup, rounds: int, overrides: Sequence[str], console: Consol
 
 
 def _optimizer(setup: Setup) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    from benchmarks.throughput.processes import Process
-    from benchmarks.throughput.workloads import Workload
-
     digits = Workload("digits", {"_target_": "coalesce.tasks.Digits"}, lanes=1, batch_size=64, every=EVERY)
-    process = Process("plain", {"workload": asdict(digits)}, setup.caches.environment("lr_grid-plain"))
+    process = Process("plain", setup.given(digits), setup.caches.environment("lr_grid-plain"))
     try:
         found: dict[str, Any] = process.call("choose")
     finally:
