@@ -309,8 +309,9 @@ def test_a_weight_that_is_turned_round_in_its_place() -> None:
     for _ in range(3):
         plain(model, optimizer, 2)
         compiled(step, 2)
-        for one in (model, twin):
-            one[0].weight.data = one[0].weight.data.t()
+        for linear in (model[0], twin[0]):
+            assert isinstance(linear, nn.Linear)
+            linear.weight.data = linear.weight.data.t()
     assert_same_weights(twin, model)
 
 
