@@ -56,6 +56,7 @@ def build(task: str, batch_size: int, lanes: int, realize: int | None, worth: in
     from coalesce.configuration import make_experiments, rides
     from coalesce.engine import compiling
     from coalesce.engine.lanes import Lanes
+    from coalesce.engine.measure import choose_lowerings
     from coalesce.engine.template import Template
     from coalesce.experiment import group
 
@@ -67,7 +68,9 @@ def build(task: str, batch_size: int, lanes: int, realize: int | None, worth: in
         from coalesce.engine import shares
 
         shares.WORTH = worth
-    stack = Lanes(Template(cohort), lanes)
+    template = Template(cohort)
+    # as a plan chooses them, but that a plan times them on the threads of a share
+    stack = Lanes(template, lanes, lowerings=choose_lowerings(template.rehearsal.convolutions, lanes))
     for lane, experiment in enumerate(experiments):
         stack.fill(lane, experiment)
     compiling._compiled.clear()

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from coalesce.engine.compiling import cache_folder, compile_graph
-from coalesce.engine.rules.lowerings import LOWERINGS, Lowering, Seen
+from coalesce.engine.rules.lowerings import FULL, LOWERINGS, Lowering, Seen
 from coalesce.engine.trace import trace
 from coalesce.kernels import backends
 
@@ -57,9 +57,6 @@ BUDGET_S, ROUNDS = 0.5, 25
 #: A candidate that takes so many times as long as the fastest one, operation by operation, is not compiled: that gains
 #: columns a factor of two or so on the others (`python -m benchmarks.convolution`).
 HOPELESS = 2.5
-
-#: Channels that fill the CPU's vectors.
-FULL = 16
 
 #: What a choice depends on beside the shapes: raised when a lowering or the way to measure changes.
 _VERSION = 2

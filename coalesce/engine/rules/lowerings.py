@@ -17,6 +17,9 @@ from torch.nn import functional as F
 
 _GRADIENT = torch.ops.aten.convolution_backward
 
+#: Channels that fill the CPU's vectors.
+FULL = 16
+
 
 @dataclass(frozen=True)
 class Convolution:
@@ -312,7 +315,7 @@ def _channels_may_be_last(convolution: Convolution) -> bool:
     wrong gradients for some dilations, which mean nothing there."""
     c = convolution
     strided = math.prod(c.weight[2:]) == 1 and math.prod(c.stride) > 1
-    sound = not strided or (c.input[0] % 16 == 0 and c.dtype == "float32" and math.prod(c.dilation) == 1)
+    sound = not strided or (c.input[0] % FULL == 0 and c.dtype == "float32" and math.prod(c.dilation) == 1)
     return len(c.stride) == 2 and c.groups == 1 and not c.transposed and sound
 
 

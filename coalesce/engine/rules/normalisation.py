@@ -1,7 +1,7 @@
 """Normalisations whose `eps` and `momentum` ride: the formulas written out.
 
 Where both are Python numbers, torch's own function is called, but for BatchNorm in lanes: vmap makes the lanes channels
-of one large image, for which they are moved in memory, and whose gradients it adds up twice.
+of one large image, for which they are moved in memory, and adds their gradient up over the samples four times.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def group_norm(
     return _affine(scaled, weight, bias, (-1, *[1] * (input.dim() - 2)))
 
 
-def _is_usual(x: Tensor, vectors: Sequence[Tensor | None], eps: Any, statistics: bool) -> bool:
+def _fit(x: Tensor, vectors: Sequence[Tensor], eps: Any) -> bool:
     """Whether torch's own BatchNorm would take these: what it refuses, a formula might compute."""
     dtypes = {x.dtype, torch.float32} if x.dtype in _HALF else {x.dtype}
-    fit = all(v is None or (v.shape == x.shape[1:2] and v.dtype in dtypes) for v in vectors)
-    return statistics and fit and x.is_floating_point() and x.dim() > 1 and (isinstance(eps, Tensor) or eps > 0)
+    channels = all(v.shape == x.shape[1:2] and v.dtype in dtypes for v in vectors)
+    return channels and x.is_floating_point() and x.dim() > 1 and (isinstance(eps, Tensor) or eps > 0)
 
 
 @rule(F.batch_norm, numbers=("momentum", "eps"), stacked=True)
@@ -115,15 +115,17 @@ def batch_norm(
     momentum: Any = 0.1,
     eps: Any = 1e-5,
 ) -> Tensor:
-    statistics = running_mean, running_var
-    if not _is_usual(input, [*statistics, weight, bias], eps, training or None not in statistics):
+    statistics = [t for t in (running_mean, running_var) if t is not None]
+    vectors = [*statistics, *(t for t in (weight, bias) if t is not None)]
+    if not _fit(input, vectors, eps) or not (training or len(statistics) == 2):
         # which says what is wrong
-        refused: Tensor = rules.open(F.batch_norm, input, *statistics, weight, bias, training, momentum, eps)
+        given = input, running_mean, running_var, weight, bias, training, momentum, eps
+        refused: Tensor = rules.open(F.batch_norm, *given)
         return refused
     x = input.float() if input.dtype in _HALF else input
     shape = (-1, *[1] * (input.dim() - 2))
     if not training:
-        mean, variance = (t.detach().to(x.dtype).view(shape) for t in statistics if t is not None)
+        mean, variance = (t.detach().to(x.dtype).view(shape) for t in statistics)
         return _affine((x - mean) * (variance + eps).rsqrt(), weight, bias, shape).to(input.dtype)
     dims = [0, *range(2, input.dim())]
     count = input.numel() // input.shape[1]
