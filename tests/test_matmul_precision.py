@@ -193,6 +193,24 @@ def test_whether_this_processor_multiplies_less_exactly(name: str) -> None:
     torch.testing.assert_close(found, exact, rtol=0, atol=0.5)
 
 
+@pytest.mark.parametrize(("digits", "found"), [(24, False), (11, True), (8, True)], ids=["float32", "TF32", "bfloat16"])
+def test_another_order_of_sums_is_as_exact(digits: int, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a device that keeps so many binary digits of each factor, and adds up from the other end."""
+    multiply = torch.bmm
+
+    def device(left: Tensor, right: Tensor) -> Tensor:
+        if torch.get_float32_matmul_precision() == kernels.EXACT:
+            return multiply(left, right)
+        parts = []
+        for factor in (left.flip(2), right.flip(1)):
+            mantissa, exponent = factor.frexp()
+            parts.append(torch.ldexp((mantissa * 2**digits).round() / 2**digits, exponent))
+        return multiply(*parts)
+
+    monkeypatch.setattr(torch, "bmm", device)
+    assert kernels.less_exact.__wrapped__("medium", "cpu") == found
+
+
 def test_compiled_code_belongs_to_one_precision() -> None:
     module = make_fx(lambda x: x @ x)(torch.ones(4, 4))
     keys = []

@@ -143,3 +143,38 @@ def test_a_vector_that_breaks_breaks_its_lane_alone(together: list[list[str]]) -
     for name, value in alone.state.items():
         if name.startswith("trained/"):
             torch.testing.assert_close(lanes.state[name][0], value[0], rtol=1e-13, atol=1e-13)
+
+
+class Breaks(coalesce.Task):
+    """Two numbers, and a loss that is finite where the update of the second is not: infinite at a rate of 1e308, and
+    NaN at any, as the root's slope at 0 makes it."""
+
+    def __init__(self, root: bool):
+        self.root = root
+
+    def data(self) -> coalesce.Data:
+        return coalesce.Data(train=torch.zeros(8, 1))
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.w = nn.Parameter(torch.tensor([0.5, 0.25], dtype=torch.float64))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        first, second = model.get_parameter("w")
+        return 1e-10 * first + ((second - second.clone()).sqrt() if self.root else 4 * second)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {}
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["infinite", "not a number"])
+def test_an_entry_that_would_not_be_finite_keeps_its_value(root: bool) -> None:
+    """Entry by entry, while the loss itself is finite."""
+    lanes = lanes_of([experiment(Breaks, {"root": root}, {"name": "sgd", "lr": 1e308})])
+    lanes.advance(1)
+    reading = lanes.read()
+    assert (reading.alive, reading.finite, reading.steps) == ([False], [True], [0])
+    first, second = lanes.state["trained/w"][0].tolist()
+    assert second == 0.25
+    assert first == pytest.approx(-1e298)
